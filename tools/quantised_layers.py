@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import silu, threshold
 
 from vllm_fl_tools.testing.quantised import FORMS, quantisation_of
+from vllm_fl_tools.testing.quantised import made_experts as experts
 from vllm_fl_tools.testing.quantised import vllm_process as one_rank
 from vllm_fl_verify.quantised import fill
 
@@ -25,6 +27,7 @@ __all__ = [
     "made_experts",
     "no_fault",
     "one_group",
+    "plain_experts",
     "vllm_process",
 ]
 
@@ -67,16 +70,35 @@ _numbers = itertools.count()
 
 def made_experts(draw: random.Random) -> Any:
     """vLLM's layer of eight int8 experts with random weights."""
-    from vllm.model_executor.layers import fused_moe
-
-    older = "FusedMoE"
-    make = getattr(fused_moe, "FusedMoEFactory", None) or getattr(fused_moe, older)
-    name = f"model.layers.{next(_numbers)}.mlp.experts"
     sizes = {"num_experts": 8, "top_k": 2, "hidden_size": 64, "intermediate_size": 32}
-    whole = make(**sizes, quant_config=quantisation_of("int8"), prefix=name)
-    layer = getattr(whole, "routed_experts", whole)
+    layer = experts("int8", f"model.layers.{next(_numbers)}.mlp.experts", sizes)
     fill(layer, torch.Generator().manual_seed(draw.randrange(2**31)))
     return layer
+
+
+def plain_experts(change: Callable[[torch.Tensor], object]) -> type:
+    """vLLM's class of int8 experts in plain PyTorch, because vLLM's kernels require AMX. `change`
+    gets the result."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsInt8
+
+    class Plain(CPUExpertsInt8):  # type: ignore[misc]
+        _supports_current_device = staticmethod(lambda: True)
+
+        def process_weights_after_loading(self, layer: Any) -> None: ...
+
+        def apply(self, **given: Any) -> None:
+            chosen, output = given["topk_ids"], given["output"]
+            up = given["w1"][chosen] * self.quant_config.w1_scale[chosen]
+            down = given["w2"][chosen] * self.quant_config.w2_scale[chosen]
+            inner = torch.einsum("tkoi,ti->tko", up, given["hidden_states"].float())
+            gate, value = inner.chunk(2, -1)
+            # vLLM's quantisation has a smallest scale, so activations below its step become 0.
+            activated = threshold(silu(gate).mul(value).abs(), 1e-8, 0).copysign(gate * value)
+            each = torch.einsum("tkoi,tki->tko", down, activated)
+            output.copy_((given["topk_weights"][..., None] * each).sum(1))
+            change(output)
+
+    return Plain
 
 
 def one_channel(layer: Any, draw: random.Random) -> None:

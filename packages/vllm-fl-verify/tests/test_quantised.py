@@ -22,13 +22,12 @@ from quantised_layers import (
     made_experts,
     no_fault,
     one_group,
+    plain_experts,
     vllm_process,
 )
 from torch import nn
-from torch.nn.functional import silu, threshold
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.kernels.linear import CPUInt8ScaledMMLinearKernel, CPUWNA16LinearKernel
-from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsInt8
 
 from vllm_fl.integration.patchers.kernel_classes import uses_of
 from vllm_fl.integration.patchers.linear_kernels import first_in_lists
@@ -230,28 +229,10 @@ def test_layers_are_compared_again_after_an_update(
 def test_planned_experts_are_compared(
     fault: str, draw: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Acme(CPUExpertsInt8):  # type: ignore[misc]
-        """vLLM's class in plain PyTorch, because vLLM's kernels require AMX."""
-
-        _supports_current_device = staticmethod(lambda: True)
-
-        def process_weights_after_loading(self, layer: Any) -> None: ...
-
-        def apply(self, **given: Any) -> None:
-            chosen, output = given["topk_ids"], given["output"]
-            up = given["w1"][chosen] * self.quant_config.w1_scale[chosen]
-            down = given["w2"][chosen] * self.quant_config.w2_scale[chosen]
-            inner = torch.einsum("tkoi,ti->tko", up, given["hidden_states"].float())
-            gate, value = inner.chunk(2, -1)
-            # vLLM's quantisation has a smallest scale, so activations below its step become 0.
-            activated = threshold(silu(gate).mul(value).abs(), 1e-8, 0).copysign(gate * value)
-            each = torch.einsum("tkoi,tki->tko", down, activated)
-            output.copy_((given["topk_weights"][..., None] * each).sum(1))
-            output[-1] *= 1.5 if fault == "last token" else 1
-
+    acme = plain_experts(lambda out: out[-1].mul_(1.5) if fault == "last token" else None)
     key = "int8_experts", "vendor.acme"
-    engine = engine_of(Acme, key, monkeypatch)
-    with first_in_lists({key[0]: [Acme]}):
+    engine = engine_of(acme, key, monkeypatch)
+    with first_in_lists({key[0]: [acme]}):
         layer = made_experts(draw)
     if fault == "tiny weights":
         layer.w13_weight_scale.data *= 1e-6

@@ -1,25 +1,24 @@
-"""The kit's check of classes for quantised linear layers, with faulty classes."""
+"""The kit's check of classes for quantised layers, with faulty classes."""
 
 from __future__ import annotations
 
 import random
 import sys
-from importlib.util import find_spec
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-if find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
+pytest.importorskip("vllm")
 
 import torch
 from builders import managing
-from quantised_layers import draw, faulty, no_fault, one_group
+from quantised_layers import draw, faulty, no_fault, one_group, plain_experts
 from vllm.model_executor.kernels.linear import CPUWNA16LinearKernel
 
 import vllm_fl.dispatch
-from vllm_fl import BackendImplKind, LinearKernelImpl
+from vllm_fl import BackendImplKind, ExpertKernelImpl, LinearKernelImpl
 from vllm_fl_tools.testing.processes import installed
 from vllm_fl_tools.testing.quantised import kernel_cases, quantised_layers
 from vllm_fl_tools.testing.subject import Refused
@@ -74,3 +73,26 @@ def test_a_class(
         return
     with pytest.raises(error, match=why):
         quantised_layers(impl, "int4", torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("factor", "error", "why"),
+    [
+        (1, None, ""),
+        (1.5, AssertionError, r"^layer experts: the result: .* 1 random rows \(seed \d+\)$"),
+        (0, Refused, "^Refusing .*: only 96 experts$|No Int8 MoE backend supports"),
+    ],
+)
+def test_a_class_of_experts(
+    factor: float, error: Any, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = plain_experts(lambda out: out[-1].mul_(factor))
+    answer = staticmethod(lambda *args: (False, "only 96 experts"))
+    refusing = type("Refusing", (plain,), {"is_supported_config": answer})
+    module = SimpleNamespace(Experts=plain if factor else refusing)
+    monkeypatch.setitem(sys.modules, "acme_experts", module)
+    impl = ExpertKernelImpl("int8", "acme_experts.Experts", BackendImplKind.VENDOR, "acme")
+    monkeypatch.setattr(vllm_fl.dispatch.manager, "manager", managing(impl))
+    assert kernel_cases("vendor.acme") == [(impl, "int8"), (impl, "int8 asymmetric")]
+    with nullcontext() if error is None else pytest.raises(error, match=why):
+        quantised_layers(impl, "int8", torch.device("cpu"))

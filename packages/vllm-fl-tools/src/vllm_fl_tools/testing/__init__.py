@@ -34,8 +34,9 @@ its contract:
 `test_opcheck`            as an operator of torch.library it matches its schema and fake kernel
 `test_fork`, `test_spawn` a child process gets identical bits, before its deadline
 `test_engine`             vLLM serves a tiny model with it (only with `-m engine`)
-`test_quantised_layers`   classes of `linear_kernels` compute made weights correctly, in formats of
-                          compressed-tensors, also after the weights are loaded again
+`test_quantised_layers`   classes of `linear_kernels` and `expert_kernels` compute made weights
+                          correctly, in formats of compressed-tensors; linear layers also after the
+                          weights are loaded again
 `test_exceptions`         every entry of xfails.toml matches a test
 ========================  =========================================================================
 

@@ -1,4 +1,4 @@
-"""The check of classes for quantised linear layers, on layers of vLLM with made weights."""
+"""The check of classes for quantised layers, on layers of vLLM with made weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.plugins.types import LinearKernelImpl
+from vllm_fl.plugins.types import KernelImpl, LinearKernelImpl
 from vllm_fl.text import quote
 
 from .subject import HIDE_FRAMES, Refused, expect
@@ -33,51 +33,101 @@ FORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
 }
 """Format of a checkpoint -> (op, weights, activations) of compressed-tensors."""
 
+EXPERTS = {"num_experts": 16, "top_k": 2, "hidden_size": 256, "intermediate_size": 128}
+"""The sizes of a made layer of experts."""
 
-def kernel_cases(backend: str) -> list[tuple[LinearKernelImpl, str]]:
-    """Return (class, format) of an installed backend's classes for quantised linear layers."""
+
+def kernel_cases(backend: str) -> list[tuple[KernelImpl, str]]:
+    """Return (class, format) of an installed backend's classes for quantised layers and experts."""
     known = get_default_manager().registry.snapshot().impls_by_op
     return [
         (impl, form)
         for form, (op, *_) in FORMS.items()
-        for impl in known.get(op, ())
-        if isinstance(impl, LinearKernelImpl) and impl.impl_id == backend
+        for name in (op, op.replace("_linear", "_experts"))
+        for impl in known.get(name, ())
+        if isinstance(impl, KernelImpl) and impl.impl_id == backend
     ]
 
 
-def quantised_layers(impl: LinearKernelImpl, form: str, device: torch.device) -> None:
-    """The class computes made weights correctly, also after they are loaded again.
+def quantised_layers(impl: KernelImpl, form: str, device: torch.device) -> None:
+    """The class computes made weights correctly. Linear layers are also compared after their
+    weights are loaded again.
 
     Raises:
         Refused: the class is not available, or does not support the layer.
     """
+    from vllm_fl.integration.patchers.linear_kernels import first_in_lists, kernel_class
+
+    if (verdict := impl.availability()) is not True:
+        raise Refused(f"{impl.impl_id} is not available: {verdict}")
+    op, seed = impl.op_name, torch.seed() % 2**31
+    with vllm_process(torch.bfloat16):
+        cls, problem = kernel_class(op, impl)
+        expect(not problem, problem)
+        compare = _compare_linear if isinstance(impl, LinearKernelImpl) else _compare_experts
+        try:
+            with first_in_lists({op: [cls]}):
+                problem, left = compare(op, cls, form, device, seed)
+        except (ValueError, NotImplementedError) as error:  # no class supports it
+            raise Refused(quote(error)) from error
+    expect(not problem, f"{problem} (seed {seed})")
+    if left:
+        raise Refused(left)
+
+
+def _compare_linear(
+    op: str, cls: Any, form: str, device: torch.device, seed: int
+) -> tuple[str, str]:
+    """Return (why the class is incorrect, why it was not compared). Both may be empty."""
     from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers.linear import ReplicatedLinear
 
     from vllm_fl.integration.patchers.kernel_classes import uses_of
-    from vllm_fl.integration.patchers.linear_kernels import first_in_lists, kernel_class
     from vllm_fl_verify.quantised import MADE_FEATURES, MADE_OUT, MadeLayer
 
-    if (verdict := impl.availability()) is not True:
-        raise Refused(f"{impl.impl_id} is not available: {verdict}")
-    op, dtype, seed = impl.op_name, torch.bfloat16, torch.seed() % 2**31
-    with vllm_process(dtype):
-        cls, problem = kernel_class(op, impl)
-        expect(not problem, problem)
-        quantisation, name = quantisation_of(form), "model.layers.0.mlp.down_proj"
-        try:
-            with first_in_lists({op: [cls]}), torch.device("meta"):
-                layer = ReplicatedLinear(
-                    MADE_FEATURES, MADE_OUT, bias=False, quant_config=quantisation, prefix=name
-                )
-        except ValueError as error:  # no class supports it
-            raise Refused(quote(error)) from error
-        made = MadeLayer(get_current_vllm_config(), quantisation, device, dtype, seed, True)
-        uses = uses_of([torch.nn.ModuleDict({name.replace(".", "_"): layer})])
-        problem, remark = made.compare(op, cls, uses)
-    expect(not problem, f"{problem} (seed {seed})")
-    if "not verified" in remark:
-        raise Refused(remark)
+    quantisation, name = quantisation_of(form), "model.layers.0.mlp.down_proj"
+    with torch.device("meta"):
+        layer = ReplicatedLinear(
+            MADE_FEATURES, MADE_OUT, bias=False, quant_config=quantisation, prefix=name
+        )
+    made = MadeLayer(get_current_vllm_config(), quantisation, device, torch.bfloat16, seed, True)
+    uses = uses_of([torch.nn.ModuleDict({name.replace(".", "_"): layer})])
+    problem, remark = made.compare(op, cls, uses)
+    return problem, remark if "not verified" in remark else ""
+
+
+def _compare_experts(
+    op: str, cls: Any, form: str, device: torch.device, seed: int
+) -> tuple[str, str]:
+    """Like `_compare_linear`, with a layer of experts."""
+    from vllm_fl.integration.patchers.kernel_classes import chosen_for
+    from vllm_fl_verify.quantised import fill
+    from vllm_fl_verify.stock.linear import Linears
+    from vllm_fl_verify.stock.rows import StockRows
+
+    with device, torch.no_grad():
+        layer = made_experts(form, "model.layers.0.mlp.experts", EXPERTS)
+        chosen = chosen_for(layer)
+        if chosen is None or chosen.cls is not cls:
+            why = chosen.config.backend_for(cls)[1] if chosen and chosen.config else ""
+            return "", f"{cls.__name__} does not support the layer: {why or 'vLLM chose another'}"
+        fill(layer, torch.Generator("cpu").manual_seed(seed))
+        linears = Linears(StockRows(), seed=seed)
+        linears.watch(torch.nn.ModuleDict({"experts": layer}))
+    with torch.no_grad():
+        layer.quant_method.process_weights_after_loading(layer)
+    (row,) = linears.rows.to_json()
+    return next(iter(row["problems"]), ""), next(iter(row["skipped"]), "")
+
+
+def made_experts(form: str, name: str, sizes: dict[str, int]) -> Any:
+    """Create vLLM's layer of quantised experts."""
+    from vllm.model_executor.layers import fused_moe
+
+    older = "FusedMoE"
+    make = getattr(fused_moe, "FusedMoEFactory", None) or getattr(fused_moe, older)
+    whole = make(**sizes, quant_config=quantisation_of(form), prefix=name)
+    return getattr(whole, "routed_experts", whole)
 
 
 def quantisation_of(form: str) -> Any:

@@ -14,7 +14,7 @@ import torch
 from vllm_fl.contracts import ModelSizes
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.startup import detect_platform
-from vllm_fl.plugins.types import LinearKernelImpl
+from vllm_fl.plugins.types import KernelImpl
 
 from ..devices import torch_device
 from .cases import CHECKS, Case, cases_of
@@ -80,8 +80,8 @@ class OpConformance:
         idle = [str(x) for x in suite.xfails if not any(x.matches(case) for case in cases)]
         expect(not idle, f"xfails.toml: these entries match no test: {', '.join(idle)}")
 
-    def test_quantised_layers(self, kernel: tuple[LinearKernelImpl, str]) -> None:
-        """A class for quantised linear layers is correct, also after an update of the weights."""
+    def test_quantised_layers(self, kernel: tuple[KernelImpl, str]) -> None:
+        """A class for quantised layers is correct; one for linear layers also after an update."""
         try:
             quantised_layers(*kernel, _suite(type(self)).device)
         except Refused as refusal:
