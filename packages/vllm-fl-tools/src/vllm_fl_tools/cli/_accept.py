@@ -33,8 +33,6 @@ from ._engines import EngineProcess, check_model, running_engine
 from ._show import UsageError, print_json, print_table, say
 from ._watch import ended_by_signal
 
-__all__ = ["add_arguments", "compare_engines", "judged", "accept_table"]
-
 ROUNDS = 10
 STARTS = 2
 

@@ -27,8 +27,6 @@ from ..engine.tuning_table import STOCK_NAME
 from ._bisect_search import Culprit, Verdict, search
 from ._parts import NAME, Changes, Parts
 
-__all__ = ["BASELINE", "EXACT", "NEW_TOKENS", "PLANNED", "PROMPTS", "Outputs", "StartEngine"]
-
 EXACT, BASELINE, PLANNED = "float32", "baseline", "plan"
 
 PHASES = ("prefill", "decode")

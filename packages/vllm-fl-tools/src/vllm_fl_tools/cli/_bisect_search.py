@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Culprit", "Trial", "UnsettledError", "Verdict", "culprits", "search"]
-
 MOST = 4
 """Maximum number of parts of a culprit."""
 

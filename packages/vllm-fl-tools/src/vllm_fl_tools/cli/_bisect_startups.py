@@ -20,8 +20,6 @@ from ._failures import read_log
 from ._parts import NEIGHBOUR, Changes, Parts
 from ._show import UsageError
 
-__all__ = ["LEAST_LIMIT", "VLLM_FL", "TIMES", "TryStartup", "Startups", "fault"]
-
 VLLM_FL = "vllm-fl"
 """A part of every engine except stock vLLM: vllm-fl itself."""
 

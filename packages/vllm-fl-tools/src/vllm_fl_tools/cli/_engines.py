@@ -27,16 +27,6 @@ from ._engine import takes_vllms
 from ._progress import doing
 from ._show import UsageError, say
 
-__all__ = [
-    "EngineProcess",
-    "EngineError",
-    "check_model",
-    "has_weights",
-    "engine_startup",
-    "running_engine",
-    "takes_model",
-]
-
 COMMAND = (sys.executable, "-P", "-m", "vllm_fl_tools.integration.workload")
 
 START_TIMEOUT, ANSWER_TIMEOUT = 1800.0, 600.0

@@ -17,8 +17,6 @@ from ._show import UsageError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["check_known", "counts", "device_of", "draft_of", "positive_seconds"]
-
 MOST = 2**20
 
 

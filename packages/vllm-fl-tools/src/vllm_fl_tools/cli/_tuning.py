@@ -43,13 +43,6 @@ if TYPE_CHECKING:
     from ..engine.timing import Measured
     from ..engine.tuning import Contender, OpTuning
 
-__all__ = [
-    "GraphPosition",
-    "TuningSubject",
-    "Work",
-    "rows_by_op",
-]
-
 CLOCK = time.perf_counter
 """Clock for timing calls, in seconds."""
 

@@ -25,8 +25,6 @@ from ..devices import torch_device
 from ._other_plugins import release_of
 from ._show import UsageError, print_answer, say
 
-__all__ = ["add_arguments", "run", "template_ops"]
-
 RESERVED = (
     *("ascend", "core", "cpu", "cuda", "default", "fl", "flagcx", "flaggems", "ops", "tools"),
     *("verify", "vllm"),

@@ -17,8 +17,6 @@ from vllm_fl.settings.policy import Mode
 
 from .timing import Timer
 
-__all__ = ["Bench", "cold_bytes"]
-
 LONGEST = 10e-3
 """Limit in seconds for the calls of a round on a CPU, because calls of microseconds can take
 milliseconds each on a busy CPU.

@@ -39,8 +39,6 @@ from vllm_fl_verify.verification import as_call, compare, refusal_reason
 from .bench import Bench, cold_bytes
 from .timing import ROOM, Measured, in_turn, ratios
 
-__all__ = ["Contender", "OpTuning"]
-
 ROUNDS = 11
 
 ROUND = 400e-6

@@ -29,8 +29,6 @@ from vllm_fl_verify.replacing import replacing
 
 from ..operate.identity import device_name
 
-__all__ = ["AMBIGUOUS", "Profiling", "device_times", "watch_compiler"]
-
 LABEL = "vllm-fl"
 """Prefix of labels: `vllm-fl/op/rms_norm/vendor.cpu`, `vllm-fl/layer/RMSNorm`."""
 
