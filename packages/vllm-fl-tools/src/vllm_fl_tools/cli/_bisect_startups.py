@@ -113,7 +113,7 @@ class Startups:
                 tried[gone] = self._try(name, gone | {*off})
             return tried[gone]
 
-        return search(parts, trial, beneath=self._parts.beneath)
+        return search(parts, trial, self._parts.beneath)
 
     def _again(self) -> bool:
         return bool(self._try("as configured, again", ()).how)
