@@ -107,7 +107,7 @@ def engine_of(model: str, words: Sequence[str], *, offline: bool = False) -> Des
             from ..operate.describing import describe_engine
 
             usage = UsageContext.LLM_CLASS if offline else UsageContext.OPENAI_API_SERVER
-            return describe_engine(arguments_of(model, words), usage)
+            return describe_engine(arguments_of(model, words).create_engine_config(usage))
     except VllmFLError:
         raise
     except WrongArguments as error:
