@@ -28,13 +28,10 @@ class UsageError(VllmFLError):
 
 
 @contextlib.contextmanager
-def answering(to: TextIO | None = None) -> Iterator[None]:
-    """In the block, only answers go to standard output; logs of vLLM or a compiler go to stderr.
-
-    `to` is the output for answers; None for standard output.
-    """
+def answering() -> Iterator[None]:
+    """In the block, only answers go to standard output; logs of vLLM or a compiler go to stderr."""
     global _answers
-    before, _answers = _answers, to or sys.stdout
+    before, _answers = _answers, sys.stdout
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
