@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from vllm_fl_tools.cli._bisect_search import Verdict, culprits, search
+from vllm_fl_tools.cli._bisect_search import Verdict, search
 
 Tried = list[tuple[str, ...]]
 PARTS = [f"op{n}" for n in range(11)]
@@ -32,7 +32,7 @@ def wrong_with(
 def found(parts: Sequence[str], *sets: str, likely: Sequence[str] = ()) -> tuple[set[str], Tried]:
     """The culprits, each as `op1 op2`, and the trials."""
     trial, tried = wrong_with(*sets, likely=likely)
-    return {" ".join(sorted(each.parts)) for each in culprits(parts, trial)}, tried
+    return {" ".join(sorted(each.parts)) for each in search(parts, trial, {})[1]}, tried
 
 
 @pytest.mark.parametrize("count", range(1, 12))
@@ -45,7 +45,7 @@ def test_one_culprit_takes_few_trials(count: int) -> None:
 def test_a_right_whole_takes_one_trial() -> None:
     named, tried = found(PARTS, "none")
     assert not named and tried == [tuple(PARTS)]
-    assert search([], lambda _: Verdict()) == ("right", [])
+    assert search([], lambda _: Verdict(), {}) == ("right", [])
 
 
 def test_several_culprits() -> None:
@@ -62,7 +62,7 @@ def test_parts_that_are_wrong_only_together() -> None:
 
 def test_a_whole_that_is_wrong_without_any_part() -> None:
     for parts in (PARTS, ["a"], []):
-        status, (culprit,) = search(parts, lambda _: Verdict("wrong"))
+        status, (culprit,) = search(parts, lambda _: Verdict("wrong"), {})
         assert status == "elsewhere" and culprit.parts == ()
 
 
@@ -73,7 +73,7 @@ def test_an_exception_ends_the_search() -> None:
         return Verdict("wrong")
 
     with pytest.raises(RuntimeError, match="op0"):
-        culprits(PARTS, trial)
+        search(PARTS, trial, {})
 
 
 def test_likely_parts_are_tried_first() -> None:
@@ -94,11 +94,15 @@ def test_parts_beneath_a_culprit_go_with_it() -> None:
     def trial(some: tuple[str, ...]) -> Verdict:
         return Verdict("wrong" if of_plugin & {*some} else "")
 
-    (culprit,) = culprits(parts, trial, beneath={"plugin": ["op3", "op4"]})
-    assert culprit.parts == ("plugin",)
+    status, (culprit,) = search(parts, trial, {"plugin": ["op3", "op4"]})
+    assert status == "found" and culprit.parts == ("plugin",)
 
 
 def test_trials_that_contradict_each_other_have_no_culprit() -> None:
     number = itertools.count()
-    status, (culprit,) = search(PARTS, lambda _: Verdict("wrong" if next(number) in (0, 9) else ""))
+
+    def trial(_: tuple[str, ...]) -> Verdict:
+        return Verdict("wrong" if next(number) in (0, 9) else "")
+
+    status, (culprit,) = search(PARTS, trial, {})
     assert status == "unsteady" and culprit.parts == ()

@@ -8,7 +8,7 @@ import gc
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from vllm_fl.errors import SettingsError, UnknownOpError, VllmFLError
 from vllm_fl.plugins.registry import known_contracts
@@ -117,6 +117,9 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
         sub.add_argument("--json", action="store_true", help="print JSON for programs")
         sub.set_defaults(takes_more=False)
         verb.add_arguments(sub)
+        for action in sub._actions:
+            if action.metavar == "OP":
+                action.completer = _ops  # type: ignore[attr-defined]
         sub.epilog = "\n".join(filter(None, [sub.epilog, example]))
         sub.set_defaults(run=verb.run)
     return parser
@@ -153,18 +156,7 @@ def _complete(parser: argparse.ArgumentParser) -> None:
         return
     import argcomplete
 
-    for action in _actions(parser):
-        if action.metavar == "OP":
-            action.completer = _ops  # type: ignore[attr-defined]
     argcomplete.autocomplete(parser)
-
-
-def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    for action in parser._actions:
-        yield action
-        if isinstance(action, argparse._SubParsersAction):
-            for verb in action.choices.values():
-                yield from _actions(verb)
 
 
 def _ops(**_: object) -> list[str]:

@@ -19,15 +19,14 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 from vllm_fl.errors import VllmFLError
 
 from ..engine.tuning_table import STOCK_NAME
 from ._bisect_search import Culprit, Verdict, search
+from ._engines import EngineProcess
 from ._parts import NAME, Changes, Parts
-
-__all__ = ["BASELINE", "EXACT", "NEW_TOKENS", "PLANNED", "PROMPTS", "Outputs", "StartEngine"]
 
 EXACT, BASELINE, PLANNED = "float32", "baseline", "plan"
 
@@ -64,16 +63,7 @@ class BisectError(VllmFLError):
     code = "FL603"
 
 
-class Running(Protocol):
-    """A running engine; see `cli._engines`."""
-
-    report: dict[str, Any]
-    vocabulary: int
-
-    def ask(self, kind: str, **what: Any) -> dict[str, Any]: ...
-
-
-StartEngine = Callable[[str, Changes], AbstractContextManager[Running]]
+StartEngine = Callable[[str, Changes], AbstractContextManager[EngineProcess]]
 """(kind, changes of user settings) -> the engine."""
 
 Draw = Callable[[int], list[list[int]]]
@@ -143,7 +133,7 @@ class Outputs:
         if self.plan.how:
             self._parts = self._listed()
             self.what |= {key: p.what for key, p in self._parts.by_key.items() if p.kind == NAME}
-        return search(self.what, self._trial)
+        return search(self.what, self._trial, {})
 
     def changes(self, parts: Collection[str]) -> Changes:
         """Return the settings that give these parts the baseline's implementations."""
@@ -174,7 +164,7 @@ class Outputs:
                     )
             return self._verdict(self._scored(engine))
 
-    def _scored(self, engine: Running) -> Scores:
+    def _scored(self, engine: EngineProcess) -> Scores:
         self.count += 1
         return engine.ask("score", **self._asked)
 
@@ -226,7 +216,7 @@ def excess(base: Collection[float], plan: Collection[float]) -> tuple[float, flo
     return max(map(at, own[len(own) // 2 :] or (FLOOR,)))
 
 
-def _implementations(engine: Running) -> dict[str, str]:
+def _implementations(engine: EngineProcess) -> dict[str, str]:
     """Return op -> implementation from a worker report, or `vendor.cpu(<=16)|stock` by size."""
     found = {}
     for op, entry in engine.report.get("ops", {}).items():

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Culprit", "Trial", "UnsettledError", "Verdict", "culprits", "search"]
-
 MOST = 4
 """Maximum number of parts of a culprit."""
-
-NOTHING: Mapping[str, Sequence[str]] = {}
 
 
 @dataclass(frozen=True)
@@ -43,34 +39,10 @@ class Culprit:
     verdict: Verdict
 
 
-class UnsettledError(Exception):
-    """Two trials contradict each other."""
-
-
 def search(
-    parts: Iterable[str], trial: Trial, *, beneath: Mapping[str, Sequence[str]] = NOTHING
+    parts: Collection[str], trial: Trial, beneath: Mapping[str, Sequence[str]]
 ) -> tuple[str, list[Culprit]]:
-    """Search for culprits, with the arguments of `culprits`.
-
-    Returns:
-        (status, culprits). The status is `right`, `found`, `elsewhere` (the whole also fails
-        without any part) or `unsteady` (trials contradict each other). For the last two, the only
-        culprit has no parts.
-    """
-    parts = tuple(parts)
-    try:
-        found = culprits(parts, trial, beneath=beneath)
-    except UnsettledError:
-        return "unsteady", [Culprit((), trial(parts))]
-    if not found:
-        return "right", []
-    return "found" if found[0].parts else "elsewhere", found
-
-
-def culprits(
-    parts: Iterable[str], trial: Trial, *, beneath: Mapping[str, Sequence[str]] = NOTHING
-) -> list[Culprit]:
-    """Return the smallest sets of parts that fail by themselves.
+    """Search for the smallest sets of parts that fail by themselves.
 
     Assumes that a failing set with more parts also fails, so two errors that cancel each other are
     not found. One culprit among n parts needs about log2(n) + 3 trials.
@@ -81,11 +53,10 @@ def culprits(
         beneath: part -> its dependent parts.
 
     Returns:
-        Disjoint sets, in the order of the search. There is no set if all parts together are
-        correct, and one empty set for a failure without any part.
-
-    Raises:
-        UnsettledError: all parts together fail, but no set of at most `MOST` parts does.
+        (status, culprits), which are disjoint, in the order of the search. The status is `right`,
+        `found`, `elsewhere` (the whole also fails without any part) or `unsteady` (all parts
+        together fail, but no set of at most `MOST` parts does). For the last two, the only culprit
+        has no parts.
     """
     verdicts: dict[frozenset[str], Verdict] = {}
     likely: Sequence[str] = ()
@@ -105,19 +76,21 @@ def culprits(
     while is_wrong(rest):
         first = [part for part in likely if part in rest]
         ordered = [*first, *(part for part in rest if part not in first)]
-        least = _least(ordered, is_wrong, len(first)) if rest else ()
+        least = _least(ordered, is_wrong, len(first))
+        if rest and not least:
+            return "unsteady", [Culprit((), verdict([*parts]))]
         gone = {*least, *(below for part in least for below in beneath.get(part, ()))}
         rest = [part for part in rest if part not in gone]
         if is_wrong(rest) and is_wrong([]):
-            return [Culprit((), verdict([]))]  # the set is not the cause
+            return "elsewhere", [Culprit((), verdict([]))]  # the set is not the cause
         found.append(Culprit(least, verdict(least)))
-    return found
+    return ("found" if found else "right"), found
 
 
 def _least(
     parts: Sequence[str], is_wrong: Callable[[Sequence[str]], bool], likely: int
 ) -> tuple[str, ...]:
-    """Return a minimal failing subset of `parts`, which fail together.
+    """Return a minimal failing subset of `parts`, which fail together; empty if trials contradict.
 
     The shortest failing prefix of the list ends with a needed part. If that part does not fail by
     itself, search the parts before it for the next needed part. The first trial has only the first
@@ -127,7 +100,7 @@ def _least(
     rest = list(parts)
     while not needed or not is_wrong(needed):
         if not rest or len(needed) == MOST:
-            raise UnsettledError
+            return ()
         right, wrong = 0, len(rest)  # lengths of prefixes of `rest`
         middle = likely
         while wrong - right > 1:

@@ -20,8 +20,6 @@ from ._failures import read_log
 from ._parts import NEIGHBOUR, Changes, Parts
 from ._show import UsageError
 
-__all__ = ["LEAST_LIMIT", "VLLM_FL", "TIMES", "TryStartup", "Startups", "fault"]
-
 VLLM_FL = "vllm-fl"
 """A part of every engine except stock vLLM: vllm-fl itself."""
 
@@ -115,7 +113,7 @@ class Startups:
                 tried[gone] = self._try(name, gone | {*off})
             return tried[gone]
 
-        return search(parts, trial, beneath=self._parts.beneath)
+        return search(parts, trial, self._parts.beneath)
 
     def _again(self) -> bool:
         return bool(self._try("as configured, again", ()).how)

@@ -13,8 +13,6 @@ from typing import Any
 
 from ..engine.tuning_table import STOCK_NAME
 
-__all__ = ["CodeOwner", "OwnerFinder", "attribute", "row_label", "sums"]
-
 OP_LABEL, LAYER_LABEL = "vllm-fl/op/", "vllm-fl/layer/"
 
 OWN_FORMS = ("stock.vllm", "foreign.oot")  # includes another plugin's code

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -23,19 +22,9 @@ from vllm_fl.plugins.breadcrumb import FOLDER, last
 from vllm_fl.settings.schema import Settings
 from vllm_fl.text import clean
 
-from ._engine import takes_vllms
+from ._engine import option_of
 from ._progress import doing
 from ._show import UsageError, say
-
-__all__ = [
-    "EngineProcess",
-    "EngineError",
-    "check_model",
-    "has_weights",
-    "engine_startup",
-    "running_engine",
-    "takes_model",
-]
 
 COMMAND = (sys.executable, "-P", "-m", "vllm_fl_tools.integration.workload")
 
@@ -49,6 +38,9 @@ SMALL = {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONFAULTHANDLER": "1"}
 
 LEFT_ALONE = {Settings.metrics.variable: ""}
 """Variables that disable a server's output files in the engines of verbs."""
+
+EXTENSION_OPTION = "--worker-extension-cls"
+"""The vLLM argument that adds methods to workers, which some verbs set."""
 
 LAST_WORDS = 10.0
 """Seconds for the processes of a hanging engine to write their stacks."""
@@ -140,23 +132,20 @@ class EngineProcess:
         return answer
 
 
-def takes_model(parser: argparse.ArgumentParser) -> None:
-    """Make a verb accept a model and arguments for vLLM."""
-    takes_vllms(parser)
-    parser.usage = "%(prog)s [options] --model DIR [vLLM's arguments]"
-    parser.add_argument(
-        "--model",
-        metavar="DIR",
-        required=True,
-        help="the model's folder; missing weights are random",
-    )
+def check_model(option: str, model: str | None, more: Sequence[str] = ()) -> str:
+    """Return the model for an option of a verb, which serves it.
 
-
-def check_model(model: str) -> None:
-    """Raise UsageError if the folder has no model."""
+    Raises:
+        UsageError: there is no model, or `more`, arguments for vLLM, have `EXTENSION_OPTION`.
+    """
+    if model is None:
+        raise UsageError(f"{option} needs --model DIR: it serves the model")
     if not (Path(model) / "config.json").is_file():
         what = "has no config.json" if Path(model).is_dir() else "is not a folder"
         raise UsageError(f"--model {model}: it {what}")
+    if EXTENSION_OPTION in map(option_of, more):
+        raise UsageError(f"{option} sets {EXTENSION_OPTION}: remove it from the arguments")
+    return model
 
 
 def engine_startup() -> Startup:

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from vllm_fl.text import clean
 
-__all__ = ["read_log"]
-
 PREFIX = re.compile(
     r"^(?:\[rank\d+\]: ?)?(?:\([^)]*pid=\d+\) ?)?"
     r"(?:(DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d [\d:.]+ (?:\[[^\]]*\] ?)?)?"

@@ -26,8 +26,6 @@ from vllm_fl.text import quote
 
 from ._other_plugins import neighbours
 
-__all__ = ["listing"]
-
 ORDERING = frozenset({"config", "platform", "prefer", "table"})
 """Settings that are not parts; the ops that they affect are parts instead."""
 

@@ -17,8 +17,6 @@ from ._show import UsageError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["check_known", "counts", "device_of", "draft_of", "positive_seconds"]
-
 MOST = 2**20
 
 
@@ -87,6 +85,17 @@ def counts(option: str, text: str) -> tuple[int, ...]:
     if not found or not 1 <= min(found) <= max(found) <= MOST:
         raise UsageError(f"{option} {text}: expected numbers such as 1,8, each from 1 to {MOST}")
     return tuple(found)
+
+
+def takes_timeout(parser: argparse.ArgumentParser, what: str, seconds: float) -> None:
+    """Add the option `--timeout` for `what`, with the default `seconds`."""
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=positive_seconds,
+        default=seconds,
+        help=f"time limit of one {what}; default: {seconds:.0f}",
+    )
 
 
 def positive_seconds(text: str) -> float:

@@ -19,8 +19,6 @@ from vllm_fl.plugins.calling import ENDED
 from vllm_fl.plugins.installed import CORE, ENGINE_GROUPS, canonical, entry_points, metadata_of
 from vllm_fl.text import quote
 
-__all__ = ["VARIABLE", "attributed", "plugins_without", "neighbours", "release_of"]
-
 VARIABLE = "VLLM_PLUGINS"
 
 _, GENERAL = ENGINE_GROUPS

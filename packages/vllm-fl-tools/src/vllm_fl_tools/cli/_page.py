@@ -18,8 +18,6 @@ from . import _plots
 from ._coverage import answers, row_label, sums
 from ._show import UsageError
 
-__all__ = ["ResultFile", "benchmark_report"]
-
 KINDS = ("table", "verification", "coverage")
 """Kinds of files, in the order of the page."""
 

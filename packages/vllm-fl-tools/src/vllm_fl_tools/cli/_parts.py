@@ -33,8 +33,6 @@ from ._other_plugins import VARIABLE, plugins_without
 from ._progress import doing
 from ._show import UsageError, say
 
-__all__ = ["Changes", "Part", "Parts", "listed"]
-
 COMMAND = (sys.executable, "-P", "-m", "vllm_fl_tools.cli._list_parts")
 
 PATIENCE = 600.0

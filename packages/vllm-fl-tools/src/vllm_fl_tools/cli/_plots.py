@@ -15,8 +15,6 @@ from typing import NamedTuple
 from ..engine.tuning_table import Figure
 from ._show import UsageError
 
-__all__ = ["COLOURS", "LOOKS", "Look", "drawing", "looks", "require"]
-
 COLOURS = {
     "--paper": ("#ffffff", "#14171b"),
     "--raised": ("#f3f5f8", "#1e2329"),

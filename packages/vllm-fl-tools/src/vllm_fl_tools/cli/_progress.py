@@ -32,17 +32,11 @@ class Progress:
         """Print a line if it is due. `elsewhere` describes the work of another process."""
         silence = time.monotonic() - max(last_said(), self._start)
         if silence >= (EVERY if self._has_printed else QUIET):
-            self.tell(elsewhere)
-
-    def tell(self, elsewhere: str = "") -> None:
-        """Print a line, unless the run has just started."""
-        seconds = time.monotonic() - self._start
-        if seconds < QUIET:
-            return
-        self._has_printed = True
-        what = self.doing or elsewhere or breadcrumb.current_note() or "working"
-        with suppress(OSError, ValueError):  # stderr may be closed
-            say(f"vllm-fl {self.verb}: {what} ({seconds:.0f} s)", error=True)
+            self._has_printed = True
+            what = self.doing or elsewhere or breadcrumb.current_note() or "working"
+            seconds = time.monotonic() - self._start
+            with suppress(OSError, ValueError):  # stderr may be closed
+                say(f"vllm-fl {self.verb}: {what} ({seconds:.0f} s)", error=True)
 
 
 current_progress = Progress()

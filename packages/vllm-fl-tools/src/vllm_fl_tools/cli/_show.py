@@ -28,13 +28,10 @@ class UsageError(VllmFLError):
 
 
 @contextlib.contextmanager
-def answering(to: TextIO | None = None) -> Iterator[None]:
-    """In the block, only answers go to standard output; logs of vLLM or a compiler go to stderr.
-
-    `to` is the output for answers; None for standard output.
-    """
+def answering() -> Iterator[None]:
+    """In the block, only answers go to standard output; logs of vLLM or a compiler go to stderr."""
     global _answers
-    before, _answers = _answers, to or sys.stdout
+    before, _answers = _answers, sys.stdout
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
@@ -45,16 +42,10 @@ def answering(to: TextIO | None = None) -> Iterator[None]:
 def print_answer(
     facts: Mapping[str, Any], show: Callable[[Mapping[str, Any]], None], *, as_json: bool
 ) -> None:
-    """Print the answer of a verb: as JSON, or with `show`."""
-    if as_json:
-        print_json(**facts)
-    else:
-        show(facts)
-
-
-def print_json(**content: Any) -> None:
-    """Print one JSON object with the schema's number."""
-    text = json.dumps(_scrubbed({"schema": OUTPUT_SCHEMA, **content}), indent=2, allow_nan=False)
+    """Print the answer of a verb: as a JSON object with the schema's number, or with `show`."""
+    if not as_json:
+        return show(facts)
+    text = json.dumps(_scrubbed({"schema": OUTPUT_SCHEMA, **facts}), indent=2, allow_nan=False)
     print(text, file=_answers)
 
 

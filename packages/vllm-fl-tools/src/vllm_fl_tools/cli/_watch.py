@@ -11,8 +11,6 @@ from contextlib import contextmanager, suppress
 
 from ._progress import current_progress
 
-__all__ = ["INTERRUPTED", "TookTooLong", "Watch", "ended_by_signal"]
-
 INTERRUPTED = 130
 """Exit status of shells after Ctrl-C."""
 

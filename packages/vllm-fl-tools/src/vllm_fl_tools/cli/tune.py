@@ -11,7 +11,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, ExitStack, redirect_stdout
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,9 +23,9 @@ from vllm_fl.integration.targets import all_bindings
 from ..engine.tuning_table import KEEP_DEFAULT, STOCK_NAME, Figure, Tuned, TunedOp
 from ..integration.model_ops import absent_ops
 from . import _accept, _profile
-from ._engine import engine_of, takes_vllms
-from ._options import check_known, counts, device_of, draft_of, positive_seconds
-from ._show import UsageError, print_json, print_table, say
+from ._engine import engine_of, takes_model
+from ._options import check_known, counts, device_of, draft_of, takes_timeout
+from ._show import UsageError, print_answer, print_table, say
 from ._tuning import TuningSubject, Work
 from ._watch import INTERRUPTED, ended_by_signal
 
@@ -39,12 +39,7 @@ TIMEOUT = 300.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    takes_vllms(parser)
-    parser.add_argument(
-        "--model",
-        metavar="DIR",
-        help="the model's folder; its weights are read only for --profile and --accept",
-    )
+    takes_model(parser, "the model's folder; its weights are read only for --profile and --accept")
     parser.add_argument("--op", action="append", metavar="OP", help="may be repeated")
     parser.add_argument(
         "--impl",
@@ -64,13 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=f"output file, overwritten if it exists; default: {DEFAULT_FILE}, never overwritten",
     )
-    parser.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        type=positive_seconds,
-        default=TIMEOUT,
-        help=f"time limit of one call; default: {TIMEOUT:.0f}",
-    )
+    takes_timeout(parser, "call", TIMEOUT)
     parser.add_argument(
         "--profile",
         action="store_true",
@@ -107,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     device = device_of(arguments.device)
     subject = _subject(arguments, asked, bindings, device)
     with ExitStack() as stack:
-        stack.enter_context(_threads(device))
+        stack.enter_context(_host_threads(device))
         stack.enter_context(ended_by_signal())
         work = Work(manager, subject, bindings, ops=arguments.op, impls=arguments.impl)
         try:
@@ -124,16 +113,18 @@ def run(arguments: argparse.Namespace) -> int:
             why = f"cannot write {error.filename or out}: {error.strerror or error}"
             say(f"vllm-fl: {why}", error=True)
             return 1
-    if arguments.json:
-        print_json(
-            path=str(out),
-            remarks=[*work.remarks, *_of_device(work.subject, table)],
-            measurements=work.done,
-            table=asdict(table),
+    remarks = [*work.remarks]
+    if of_device := [op for op in subject.ordered if op in table.ops]:
+        remarks.append(
+            f"Without a table, engines on this device use orders that are shipped for it, for "
+            f"{', '.join(of_device)}. The default and the ratios here exclude these orders."
         )
-    else:
-        done = f"{work.done} measurements."
-        show(str(out), table, [*work.remarks, *_of_device(work.subject, table), done])
+    facts = {"path": str(out), "remarks": remarks, "measurements": work.done}
+    print_answer(
+        {**facts, "table": asdict(table)},
+        lambda _: show(str(out), table, [*remarks, f"{work.done} measurements."]),
+        as_json=arguments.json,
+    )
     return 0 if table.ops else 1
 
 
@@ -185,29 +176,16 @@ def _subject(
     )
 
 
-def _of_device(subject: TuningSubject, table: Tuned) -> Iterator[str]:
-    """Yield a remark if engines on this device have another default."""
-    if ops := [op for op in subject.ordered if op in table.ops]:
-        yield (
-            f"Without a table, engines on this device use orders that are shipped for it, for "
-            f"{', '.join(ops)}. The default and the ratios here exclude these orders."
-        )
-
-
-@contextmanager
-def _threads(device: torch.device) -> Iterator[None]:
+def _host_threads(device: torch.device) -> AbstractContextManager[None]:
     """Limit the host's threads during the block, unless the device is a CPU."""
+    import torch
+
     from vllm_fl_verify.preflight import host_threads
 
     if device.type == "cpu":
-        import torch
-
         threads = torch.get_num_threads()
         say(f"vllm-fl: using {threads} threads; OMP_NUM_THREADS changes that", error=True)
-        yield
-    else:
-        with host_threads(device):
-            yield
+    return host_threads(device)
 
 
 def _sizes(largest: int, captured: int) -> tuple[int, ...]:

@@ -14,14 +14,13 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts import OpSpec
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.integration.targets import all_bindings
@@ -31,9 +30,9 @@ from vllm_fl_ops.contracts.rules import typical_sizes
 
 from ..operate.identity import cpu_name, device_name
 from . import _stock
-from ._engine import takes_vllms
+from ._engine import takes_model
 from ._environment import distributions
-from ._options import check_known, device_of, positive_seconds
+from ._options import check_known, device_of, takes_timeout
 from ._show import UsageError, print_answer, print_table, say
 from ._watch import INTERRUPTED, TookTooLong, Watch
 
@@ -64,13 +63,12 @@ HEADINGS = ("op", "implementation", "dtype", "samples", "worst", "same bits")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    takes_vllms(parser)
+    takes_model(parser, "the model's folder, for --stock")
     parser.add_argument(
         "--stock",
         action="store_true",
         help="compare vLLM's own layers in an engine of --model, without vllm-fl",
     )
-    parser.add_argument("--model", metavar="DIR", help="the model's folder, for --stock")
     parser.add_argument(
         "--thorough",
         action="store_true",
@@ -85,13 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="WHAT",
         help="record in the output that WHAT emulates the hardware",
     )
-    parser.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        type=positive_seconds,
-        default=TIMEOUT,
-        help=f"time limit of one sample; default: {TIMEOUT:.0f}",
-    )
+    takes_timeout(parser, "sample", TIMEOUT)
     text = "repeat a call that VLLM_FL_KEEP_FAULTS has kept, on each implementation or on --impl"
     parser.add_argument("--replay", metavar="FILE", help=text)
 
@@ -226,6 +218,10 @@ class _Work:
         self._given_up: Counter[tuple[str, str]] = Counter()
 
     def run(self, watch: Watch) -> None:
+        import torch
+
+        from vllm_fl_verify.trials import Trials
+
         for number, (impl, dtype) in enumerate(self.units, 1):
             spec = self.specs[impl.op_name]
             unit = f"{impl.op_name} {impl.impl_id} {dtype}"
@@ -233,7 +229,7 @@ class _Work:
             # If a kernel ends the process, the last line identifies it.
             say(f"[{number}/{len(self.units)}] {unit}", error=True)
             start = time.perf_counter()
-            trials = self._trials(spec, dtype)
+            trials = Trials(spec, getattr(torch, dtype), self.device, self.sizes, seed=0)
             comparisons = list(self._compare_all(impl, dtype, trials, watch))
             seconds = time.perf_counter() - start
             sound = all(c.status in ("ok", "refused") for c in comparisons)
@@ -247,13 +243,6 @@ class _Work:
                     "seconds": round(seconds, 3),
                 }
             )
-
-    def _trials(self, spec: OpSpec, dtype: str) -> Trials:
-        import torch
-
-        from vllm_fl_verify.trials import Trials
-
-        return Trials(spec, getattr(torch, dtype), self.device, self.sizes, seed=0)
 
     def _same_bits(self, impl: OpImpl, trials: Trials, watch: Watch) -> dict[str, Any]:
         """Return whether results are bitwise equal in other runs and batches, as JSON data."""
@@ -281,12 +270,10 @@ class _Work:
         def raised(sample: str, reason: str, error: Exception | None = None) -> Comparison:
             return Comparison(*key, sample, dtype_name, "raised", reason=reason, error=error)
 
-        samples, how = (
-            tried(spec, dtype, self.device),
-            self.replay.compare if self.replay else compare,
-        )
+        samples = tried(spec, dtype, self.device)
+        how: Callable[..., Comparison] = compare
         if self.replay is not None:
-            samples = iter((self.replay.sample,))
+            samples, how = iter((self.replay.sample,)), self.replay.compare
         compared = []
         while True:
             if self._given_up[key] >= GIVEN_UP:

@@ -16,17 +16,6 @@ from vllm_fl.text import quote
 
 from .tuning_table import KEEP_DEFAULT, Figure, Row
 
-__all__ = [
-    "ROOM",
-    "Measured",
-    "Timer",
-    "best_edges",
-    "in_turn",
-    "quartiles",
-    "ratios",
-    "table_rows",
-]
-
 Timer = Callable[[], float]
 """Times a function once, and returns the µs of a call."""
 

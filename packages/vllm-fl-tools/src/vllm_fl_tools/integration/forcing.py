@@ -15,8 +15,6 @@ from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 from .workload import FORCED
 
-__all__ = ["Forcing"]
-
 
 class Forcing(AdapterLogitsProcessor):  # type: ignore[misc]  # vLLM is not typed here
     """Forces the tokens of `SamplingParams.extra_args`, in order."""

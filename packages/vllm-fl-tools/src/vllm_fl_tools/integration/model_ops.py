@@ -10,8 +10,6 @@ from vllm_fl.contracts.binding import Binding, GraphTarget
 if TYPE_CHECKING:
     from ..operate.described import Described
 
-__all__ = ["taken_in", "absent_ops"]
-
 
 def absent_ops(engine: Described, bindings: Mapping[str, Binding]) -> frozenset[str]:
     """Return the ops that the model does not have; empty if its layers are unknown.

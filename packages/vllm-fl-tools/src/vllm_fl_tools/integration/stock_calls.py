@@ -18,8 +18,6 @@ from vllm_fl.settings.policy import Mode
 if TYPE_CHECKING:
     from vllm_fl.plugins.types import OpImpl
 
-__all__ = ["apart", "stock_forms"]
-
 
 def stock_forms(op: str, binding: Binding, mode: Mode, device: torch.device) -> tuple[OpImpl, ...]:
     """Return vLLM's implementations of `op`, with the contract's parameters; layers' code first.

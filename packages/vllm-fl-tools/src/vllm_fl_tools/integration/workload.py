@@ -31,8 +31,6 @@ from typing import Any
 from ..cli._engine_args import WrongArguments, arguments_of
 from ..cli._other_plugins import attributed
 
-__all__ = ["FORCED", "Visit"]
-
 FORCED = "vllm_fl_forced"
 """Key of a request's `extra_args` with the tokens for `integration.forcing`."""
 

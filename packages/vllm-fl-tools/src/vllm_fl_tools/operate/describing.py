@@ -23,23 +23,6 @@ from .described import Described
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.usage.usage_lib import UsageContext
-
-
-def describe_engine(arguments: EngineArgs, usage_context: UsageContext | None) -> Described:
-    """Describe the engine that these arguments would start on this machine.
-
-    Args:
-        arguments: as made by `vllm serve` or `vllm.LLM`.
-        usage_context: which of the two made them, because vLLM's largest batch depends on that.
-
-    Raises:
-        SettingsError: a setting is invalid, and the engine would not start.
-        PluginError: as at startup.
-        Exception: from vLLM, if it cannot serve the model with these arguments.
-    """
-    return _described(arguments.create_engine_config(usage_context))
 
 
 def describe_any(mode: Mode) -> Described:
@@ -52,7 +35,7 @@ def describe_any(mode: Mode) -> Described:
 
     load_general_plugins()
     eager = {"mode": CompilationMode.NONE} if mode == "eager" else {}
-    return _described(VllmConfig(compilation_config=CompilationConfig(**eager)))
+    return describe_engine(VllmConfig(compilation_config=CompilationConfig(**eager)))
 
 
 def stands_aside() -> str:
@@ -75,7 +58,13 @@ def stands_aside() -> str:
     return ""
 
 
-def _described(config: VllmConfig) -> Described:
+def describe_engine(config: VllmConfig) -> Described:
+    """Describe the engine that would start on this machine with vLLM's configuration.
+
+    Raises:
+        SettingsError: a setting is invalid, and the engine would not start.
+        PluginError: as at startup.
+    """
     import torch
     from vllm.config import CompilationMode
     from vllm.platforms import current_platform

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from vllm_fl.errors import StartError
 
-__all__ = ["LockError"]
-
 
 class LockError(StartError):
     """The engine differs from its lock file.

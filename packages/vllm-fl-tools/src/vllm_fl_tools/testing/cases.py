@@ -16,8 +16,6 @@ from . import checks, compiling, engine, processes
 from .families import families_of, served_dtype
 from .subject import HIDE_FRAMES, SIZES, Refused, Subject
 
-__all__ = ["CHECKS", "Case", "ConformanceCheck", "Failure", "cases_of", "failures"]
-
 __tracebackhide__ = HIDE_FRAMES
 
 

@@ -37,21 +37,6 @@ from vllm_fl_verify.verification import (
 from .families import calls_of
 from .subject import HIDE_FRAMES, Refused, Subject, expect, fresh
 
-__all__ = [
-    "availability",
-    "bad_inputs",
-    "unchanged_arguments",
-    "declaration",
-    "determinism",
-    "families",
-    "large_pools",
-    "preflight",
-    "refusals",
-    "serving",
-    "states_support",
-    "values",
-]
-
 __tracebackhide__ = HIDE_FRAMES
 
 FAR = 1 << 31

@@ -18,8 +18,6 @@ from .checks import judge
 from .subject import HIDE_FRAMES, Refused, Subject, expect, fresh, pattern
 from .variables import undeclared
 
-__all__ = ["opcheck", "tracing"]
-
 __tracebackhide__ = HIDE_FRAMES
 
 BATCHES = (5, 7)

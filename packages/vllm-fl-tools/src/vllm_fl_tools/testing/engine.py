@@ -20,8 +20,6 @@ from ..integration.workload import Visit
 from .processes import installed_with
 from .subject import Refused, Subject, expect
 
-__all__ = ["engine"]
-
 SHOWN = 80
 """Number of lines to show from the end of a log: the cause, then vLLM's traceback."""
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from .cases import Case
 
-__all__ = ["Xfail", "read_xfails"]
-
 
 @dataclass(frozen=True)
 class Xfail:

@@ -10,8 +10,6 @@ import torch
 from vllm_fl.contracts import BadInput, OpSpec
 from vllm_fl.contracts.arguments import Tensor, has_rows
 
-__all__ = ["mistaken_calls"]
-
 
 def mistaken_calls(spec: OpSpec, dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
     """Yield calls that `check` must reject: `spec.bad_inputs`, and a mistake in each argument.

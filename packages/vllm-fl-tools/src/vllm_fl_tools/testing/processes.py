@@ -20,8 +20,6 @@ from vllm_fl.text import quote
 
 from .subject import HIDE_FRAMES, Refused, Subject, expect
 
-__all__ = ["fork", "installed", "installed_with", "spawn"]
-
 __tracebackhide__ = HIDE_FRAMES
 
 THREADS = (

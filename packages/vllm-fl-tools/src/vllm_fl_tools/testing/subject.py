@@ -31,17 +31,6 @@ from vllm_fl_verify.verification import as_call
 
 from .mistakes import mistaken_calls
 
-__all__ = [
-    "HIDE_FRAMES",
-    "SIZES",
-    "Refused",
-    "Subject",
-    "result_hash",
-    "expect",
-    "fresh",
-    "pattern",
-]
-
 HIDE_FRAMES = methodcaller("errisinstance", AssertionError)
 """Value of `__tracebackhide__`: pytest hides a function's frames of AssertionErrors. The message is
 sufficient for a backend's author."""

@@ -15,8 +15,6 @@ from vllm_fl.engine.opaque import is_opaque
 
 from .subject import Subject, fresh
 
-__all__ = ["reading", "undeclared"]
-
 OTHERS = frozenset((*BENEATH, "vllm_fl", "vllm_fl_tools"))
 """Packages that may read any variable, in addition to Python's standard library."""
 
