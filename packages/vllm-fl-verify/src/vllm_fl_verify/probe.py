@@ -100,8 +100,7 @@ def forward(
             stack.enter_context(inputs[prefix].given())
             for module in model.modules():
                 if isinstance(module, AttentionLayerBase):
-                    hook = module.register_forward_hook(inputs[prefix].attended)
-                    stack.callback(hook.remove)
+                    stack.enter_context(module.register_forward_hook(inputs[prefix].attended))
         run(tokens, **options)
     return "" if inputs[""].seen else "vLLM ran no forward pass"
 
