@@ -293,8 +293,7 @@ def _not_called(plan: Plan, runs: Sequence[Ran]) -> dict[str, str]:
     """Return op -> reason, for ops that no rank called in its runs."""
     known = frozenset[str]().union(*(ran.reached | ran.possible for ran in runs))
     why = "a run of the model did not call it"
-    planned = (op for op, entry in plan.entries.items() if entry.impls)
-    return {op: why for op in planned if op not in known}
+    return {op: why for op in plan.entries if op not in known and not plan.is_stock(op)}
 
 
 def _further_counts(engine: Engine, refused: Iterable[tuple[str, str]]) -> frozenset[int]:

@@ -74,18 +74,16 @@ def rejections(op: str, impls: Sequence[Any], facts: Any, contract: Any) -> Mapp
 @hookimpl
 def engine_session(engine: Any) -> AbstractContextManager[object]:
     settings, sessions = engine.facts.settings, ExitStack()
+    building = sessions.enter_context(ExitStack())
+    engine.on_serving(building.close)
     if settings.compares and engine.plan.entries[ATTENTION].classes(AttentionImpl):
         from .stock.attention import recording
 
-        building = sessions.enter_context(ExitStack())
         building.enter_context(recording())
-        engine.on_serving(building.close)
     if _plans_kernels(engine):
         from .quantised import watching_layers
 
-        loading = sessions.enter_context(ExitStack())
-        loading.enter_context(watching_layers(engine))
-        engine.on_serving(loading.close)
+        building.enter_context(watching_layers(engine))
     if settings.shadow is not None:
         from .sampling import sampling_session
 
