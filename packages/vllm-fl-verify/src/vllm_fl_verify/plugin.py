@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 from vllm_fl.hookspecs import hookimpl
@@ -85,9 +86,9 @@ def engine_session(engine: Any) -> AbstractContextManager[object]:
 
         building.enter_context(watching_layers(engine))
     if settings.shadow is not None:
-        from .sampling import sampling_session
+        from .sampling import start_sampling
 
-        sessions.enter_context(sampling_session(engine))
+        engine.on_serving(partial(start_sampling, engine))  # the warm-up also runs steps
     return sessions
 
 

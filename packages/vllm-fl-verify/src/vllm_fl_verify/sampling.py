@@ -30,19 +30,6 @@ Refute = Callable[[Mapping[Key, Objection]], None]
 log = get_logger("engine")
 
 
-@contextmanager
-def sampling_session(engine: Engine) -> Iterator[None]:
-    """Sample steps of an engine from the first request on."""
-    engine.on_serving(
-        lambda: start_sampling(engine)
-    )  # not earlier, because the warm-up also runs steps
-    try:
-        yield
-    finally:
-        if Canary in engine.state:
-            engine.state[Canary].say()
-
-
 def start_sampling(engine: Engine) -> Canary | None:
     """Begin to sample steps of an engine after its warm-up, if configured and possible. Replaces
     `execute_model` of the model runner object, which Ray's executor also calls.
@@ -59,6 +46,7 @@ def start_sampling(engine: Engine) -> Canary | None:
     shadow = Shadow(engine.plan, float(settings.shadow), _out_of_sight(engine.plan))
     refute = checks_of(engine).verdicts.refute
     canary = engine.state[Canary] = Canary(shadow, engine.rank, refute)
+    engine.on_exit(canary.say)
     runner = engine.runner
     plain = runner.execute_model
     compiled = [m for m in model.modules() if getattr(m, "do_not_compile", True) is False]
