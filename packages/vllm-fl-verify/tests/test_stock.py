@@ -100,7 +100,7 @@ def test_an_output_feature_is_off_by_a_share_of_the_tolerance(
 ) -> None:
     """A kernel that is exact except for one feature, and rounds once."""
     layer, feature = made(form, draw), draw.randrange(sum(OUT))
-    weight = module._weights(layer, layer.quant_method, module.held_by(layer)).double()
+    weight = module._Layer("", layer).weights(module.held_by(layer)).double()
     weight[feature] *= 1 + share * module.PROBE_STEPS[torch.bfloat16]
 
     def scaled(_: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

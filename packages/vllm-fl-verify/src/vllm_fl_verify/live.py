@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -148,25 +148,21 @@ class Live:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        handles: list[Any] = []
         record = self.plan.record
         record.begin()
         try:
-            for prefix, model in self.models.items():
-                for name, module in model.named_modules():
-                    enter = partial(self._enter, prefix + name)
-                    handles.append(module.register_forward_pre_hook(enter))
-                    handles.append(module.register_forward_hook(self._leave, always_call=True))
-            self._watch = breadcrumb.Watchdog(log)
-            with (
-                self.valve.verifying(),
-                self._watch,
-                replacing(record, self._instead, self._asking),
-            ):
+            with ExitStack() as stack:
+                for prefix, model in self.models.items():
+                    for name, module in model.named_modules():
+                        enter = partial(self._enter, prefix + name)
+                        leave = module.register_forward_hook(self._leave, always_call=True)
+                        stack.enter_context(module.register_forward_pre_hook(enter))
+                        stack.enter_context(leave)
+                stack.enter_context(self.valve.verifying())
+                self._watch = stack.enter_context(breadcrumb.Watchdog(log))
+                stack.enter_context(replacing(record, self._instead, self._asking))
                 yield
         finally:
-            for handle in handles:
-                handle.remove()
             self.reached |= {op for op, _ in record.refusals}
             self.refused |= record.passed_over()
             for key in self.served | self.objections.keys():

@@ -177,9 +177,8 @@ def compare_attention(engine: Engine) -> None:
     for rank, each in enumerate(engine.gather("compare attention on the KV cache", rows)):
         for row in (row for row in each if row.is_incorrect):
             impl_id = ids.get(row.backend, planned[0].impl_id)
-            why = (
-                f"rank {rank}: implementation '{impl_id}' failed for op '{ATTENTION}': {row.reason}"
-            )
+            failed = f"implementation '{impl_id}' failed for op '{ATTENTION}'"
+            why = f"rank {rank}: {failed}: {row.reason}"
             text = f"vllm-fl: engine startup failed: {why}. The layers are built with it. "
             text += f"{stock_setting([(ATTENTION, impl_id)])} selects vLLM's code"
             raise StartError(text, op=ATTENTION, impl=impl_id, failures=(why,))
@@ -203,9 +202,7 @@ def compare_again(engine: Engine) -> dict[Key, Objection]:
         return {}
     began = time.monotonic()
     live, not_run = _seen_again(engine, frozenset((max(checks.live_counts),)), Valve())
-    remarks.append(
-        f"nothing was verified: {not_run}" if not_run else _compared(engine, live, began)
-    )
+    remarks += [f"nothing was verified: {not_run}" if not_run else _compared(engine, live, began)]
     return dict(live.objections)
 
 
@@ -293,8 +290,7 @@ def _not_called(plan: Plan, runs: Sequence[Ran]) -> dict[str, str]:
     """Return op -> reason, for ops that no rank called in its runs."""
     known = frozenset[str]().union(*(ran.reached | ran.possible for ran in runs))
     why = "a run of the model did not call it"
-    planned = (op for op, entry in plan.entries.items() if entry.impls)
-    return {op: why for op in planned if op not in known}
+    return {op: why for op in plan.entries if op not in known and not plan.is_stock(op)}
 
 
 def _further_counts(engine: Engine, refused: Iterable[tuple[str, str]]) -> frozenset[int]:
@@ -311,9 +307,8 @@ def _obstacle(engine: Engine) -> str:
     runner = engine.runner
     run = getattr(type(runner), "_dummy_run", None)
     if run is not None and not run.__module__.startswith("vllm."):
-        return (
-            f"the dummy run of {type(runner).__name__} is not vLLM's, and may write to the KV cache"
-        )
+        name = type(runner).__name__
+        return f"the dummy run of {name} is not vLLM's, and may write to the KV cache"
     if getattr(runner, "execute_model_state", None) is not None:
         return "a step is still running"
     if engine.config.lora_config is not None and engine.worker.list_loras():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 from vllm_fl.hookspecs import hookimpl
@@ -74,22 +75,20 @@ def rejections(op: str, impls: Sequence[Any], facts: Any, contract: Any) -> Mapp
 @hookimpl
 def engine_session(engine: Any) -> AbstractContextManager[object]:
     settings, sessions = engine.facts.settings, ExitStack()
+    building = sessions.enter_context(ExitStack())
+    engine.on_serving(building.close)
     if settings.compares and engine.plan.entries[ATTENTION].classes(AttentionImpl):
         from .stock.attention import recording
 
-        building = sessions.enter_context(ExitStack())
         building.enter_context(recording())
-        engine.on_serving(building.close)
     if _plans_kernels(engine):
         from .quantised import watching_layers
 
-        loading = sessions.enter_context(ExitStack())
-        loading.enter_context(watching_layers(engine))
-        engine.on_serving(loading.close)
+        building.enter_context(watching_layers(engine))
     if settings.shadow is not None:
-        from .sampling import sampling_session
+        from .sampling import start_sampling
 
-        sessions.enter_context(sampling_session(engine))
+        engine.on_serving(partial(start_sampling, engine))  # the warm-up also runs steps
     return sessions
 
 

@@ -59,10 +59,9 @@ class Findings:
 def find_faults(request: Request) -> Findings:
     log.debug("verifying with seed %d", request.seed)
     found = Findings()
-    threads = host_threads(request.device)
     with (
         request.valve.verifying(),
-        threads,
+        host_threads(request.device),
         breadcrumb.Watchdog(log) as watch,
         request.trials() as trials,
     ):
@@ -71,16 +70,12 @@ def find_faults(request: Request) -> Findings:
             objection = _look(startup, role, trials[role.calls])
             if objection is not None:
                 found.objections[role.key] = objection
-        ops = defaultdict[str, list[Trials]](list)
+        phrases = defaultdict[str, list[str]](list)
         for (op, *_), some in trials.items():
-            ops[op] += some
-        phrases = {
-            op: dict.fromkeys(call.smaller for each in some for call in each.calls if call.smaller)
-            for op, some in ops.items()
-        }
-        found.smaller = {op: [*each] for op, each in phrases.items() if each}
-        calls = {op: any(each.calls for each in some) for op, some in ops.items() if some}
-    unknown = [op for op, has_some in calls.items() if request.sizes and not has_some]
+            for each in some:
+                phrases[op] += (call.smaller for call in each.calls)
+    found.smaller = {op: [*dict.fromkeys(filter(None, n))] for op, n in phrases.items() if any(n)}
+    unknown = [op for op, of_calls in phrases.items() if request.sizes and not of_calls]
     if found.smaller:
         found.remarks.append(f"verified at smaller sizes than served: {', '.join(found.smaller)}")
     if unknown:

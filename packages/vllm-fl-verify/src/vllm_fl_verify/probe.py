@@ -100,8 +100,7 @@ def forward(
             stack.enter_context(inputs[prefix].given())
             for module in model.modules():
                 if isinstance(module, AttentionLayerBase):
-                    hook = module.register_forward_hook(inputs[prefix].attended)
-                    stack.callback(hook.remove)
+                    stack.enter_context(module.register_forward_hook(inputs[prefix].attended))
         run(tokens, **options)
     return "" if inputs[""].seen else "vLLM ran no forward pass"
 
@@ -137,23 +136,19 @@ class _Inputs:
                 held["forward"] = before
 
     def _varied(self, named: dict[str, Any]) -> dict[str, Any]:
-        varied = dict(named)
-        ids, embeds, positions = (
-            named.get(name) for name in ("input_ids", "inputs_embeds", "positions")
-        )
-        if ids is not None:
-            varied["input_ids"] = self._tokens(len(ids)).to(ids)
-        if embeds is not None:
-            varied["inputs_embeds"] = self._embedded(embeds)
-        if positions is not None:
-            varied["positions"] = self._positions(positions)
-        if (hidden := named.get("hidden_states")) is not None:  # of the target, for the draft model
-            varied["hidden_states"] = self._normal(hidden)
-        between = named.get("intermediate_tensors")
-        if between is not None:  # of the pipeline's previous rank
-            tensors = {name: self._normal(tensor) for name, tensor in between.tensors.items()}
-            varied["intermediate_tensors"] = type(between)(tensors)
-        return varied
+        changes: dict[str, Callable[[Any], Any]] = {
+            "input_ids": lambda ids: self._tokens(len(ids)).to(ids),
+            "inputs_embeds": self._embedded,
+            "positions": self._positions,
+            "hidden_states": self._normal,  # of the target, for the draft model
+            "intermediate_tensors": self._between,
+        }
+        given = {name: named[name] for name in changes if named.get(name) is not None}
+        return named | {name: changes[name](value) for name, value in given.items()}
+
+    def _between(self, like: Any) -> Any:
+        """Return tensors of the pipeline's previous rank."""
+        return type(like)({name: self._normal(tensor) for name, tensor in like.tensors.items()})
 
     def _embedded(self, like: torch.Tensor) -> torch.Tensor:
         """Return embeddings of random tokens, if the model computes embeddings beforehand."""

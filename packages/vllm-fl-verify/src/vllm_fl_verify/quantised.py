@@ -86,14 +86,12 @@ def compare_on_made_weights(engine: Any) -> dict[Key, Objection]:
     planned = planned_kernels(engine.plan)
     for op, impls in ((op, planned[op]) for op in planned.keys() & LINEAR_OPS):
         state, seed = _state(engine), checks_of(engine).seed
+        made = MadeLayer(engine.config, state.quantisation, engine.device, engine.facts.dtype, seed)
         for impl in impls:
             key = op, impl.impl_id
             if key in state.remarks or op in engine.unused:
                 continue
             cls, _ = kernel_class(op, impl)
-            made = MadeLayer(
-                engine.config, state.quantisation, engine.device, engine.facts.dtype, seed
-            )
             problem, state.remarks[key] = made.compare(op, cls, engine.facts.kernels.get(op, ()))
             if problem:
                 found[key] = Objection(FAILED, problem)
@@ -168,14 +166,8 @@ class MadeLayer:
             stack.enter_context(set_default_torch_dtype(self.dtype))
             stack.enter_context(torch.no_grad())
             stack.enter_context(self.device)
-            layer: Any = ReplicatedLinear(
-                MADE_FEATURES,
-                MADE_OUT,
-                bias=False,
-                params_dtype=self.dtype,
-                quant_config=self.quantisation,
-                prefix=name,
-            )
+            linear = partial(ReplicatedLinear, MADE_FEATURES, MADE_OUT, bias=False, prefix=name)
+            layer: Any = linear(params_dtype=self.dtype, quant_config=self.quantisation)
             fill(layer, torch.Generator("cpu").manual_seed(self.seed))
             chosen = type(kernel_of(layer, layer.quant_method))
             if chosen is cls:

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from vllm_fl.contracts.targets import Target
 from vllm_fl.engine.plan import Plan
 from vllm_fl.integration.engines import Engine
-from vllm_fl.integration.targets import installed_bindings
+from vllm_fl.integration.targets import installed_bindings, targets
 from vllm_fl.logs import get_logger
 from vllm_fl.plugins.inspection import FAILED, Key, Objection
 from vllm_fl.text import quote
@@ -27,19 +28,6 @@ Refute = Callable[[Mapping[Key, Objection]], None]
 """Records faults for later startups."""
 
 log = get_logger("engine")
-
-
-@contextmanager
-def sampling_session(engine: Engine) -> Iterator[None]:
-    """Sample steps of an engine from the first request on."""
-    engine.on_serving(
-        lambda: start_sampling(engine)
-    )  # not earlier, because the warm-up also runs steps
-    try:
-        yield
-    finally:
-        if Canary in engine.state:
-            engine.state[Canary].say()
 
 
 def start_sampling(engine: Engine) -> Canary | None:
@@ -58,6 +46,7 @@ def start_sampling(engine: Engine) -> Canary | None:
     shadow = Shadow(engine.plan, float(settings.shadow), _out_of_sight(engine.plan))
     refute = checks_of(engine).verdicts.refute
     canary = engine.state[Canary] = Canary(shadow, engine.rank, refute)
+    engine.on_exit(canary.say)
     runner = engine.runner
     plain = runner.execute_model
     compiled = [m for m in model.modules() if getattr(m, "do_not_compile", True) is False]
@@ -132,13 +121,10 @@ def _eager(runner: Any, compiled: list[torch.nn.Module]) -> Iterator[None]:
 
 
 def _out_of_sight(plan: Plan) -> dict[str, str]:
-    table = installed_bindings()
-    found = {}
-    for op in plan.entries:
-        targets = table[op].targets if op in table else ()
-        if targets and not any(target.seen_live for target in targets):
-            found[op] = "it occurs only in compiled code, and sampled steps are eager"
-    return found
+    found = targets(installed_bindings(), Target)
+    hidden = {op for op, _ in found} - {op for op, target in found if target.seen_live}
+    why = "it occurs only in compiled code, and sampled steps are eager"
+    return dict.fromkeys(hidden.intersection(plan.entries), why)
 
 
 class Canary:

@@ -302,8 +302,5 @@ class _Call:
 def _left(spec: OpSpec) -> str:
     if spec.whole_batch and (spec.caches or not spec.ignores_repeats):
         return "its result for a token depends on other tokens or a cache"
-    outputs = spec.outputs or ()
-    kinds = [
-        type(output).__name__ for output in outputs if not isinstance(output, MEASURED_OUTPUTS)
-    ]
-    return f"its {kinds[0]} cannot be compared on the device" if kinds else ""
+    others = [each for each in spec.outputs or () if not isinstance(each, MEASURED_OUTPUTS)]
+    return f"its {type(others[0]).__name__} cannot be compared on the device" if others else ""

@@ -70,6 +70,8 @@ class Experts:
         if first is None or second is None:
             return rows.skip(key, name, f"unknown format: {', '.join(sorted(self.held))}")
         dtype, device = layer.params_dtype, first.device
+        how = layer.activation.value, layer.apply_router_weight_on_input
+        biases = {name: self.held.get(name) for name in ("w13_bias", "w2_bias")}
         coarse = max(COARSE.get(value.dtype, 0.0) for value in self.held.values())
         for tokens in TOKENS:
             x = torch.randn(tokens, hidden, generator=self.generator, dtype=torch.float32)
@@ -77,21 +79,9 @@ class Experts:
             size = (x[0].to(first.dtype) @ first[0].mT).square().mean().sqrt()
             x *= torch.where(size < SMALL, (1 / size).clamp(max=LARGEST), 1.0).to(dtype)
             ids, weights = (each.to(device) for each in self._routing(tokens))
-            given = {"layer": layer, "x": x, "topk_weights": weights}
-            given["topk_ids"] = self._global(ids)
-            more = {p: None for p in wanted if p not in given}
-            got = method.apply(**given, **more)
-            exact = spec.oracle(
-                x,
-                first,
-                second,
-                weights,
-                ids,
-                layer.activation.value,
-                layer.apply_router_weight_on_input,
-                w13_bias=self.held.get("w13_bias"),
-                w2_bias=self.held.get("w2_bias"),
-            )
+            given = {**dict.fromkeys(wanted), "layer": layer, "x": x, "topk_weights": weights}
+            got = method.apply(**given | {"topk_ids": self._global(ids)})
+            exact = spec.oracle(x, first, second, weights, ids, *how, **biases)
             step, size = torch.finfo(dtype).eps, exact.square().mean(1, keepdim=True).sqrt()
             allowed = step * exact.abs() + (ROUNDINGS * step + coarse) * size
             share, problem = Near(exact, allowed, dtype).deviation([got], ["the result"], None)

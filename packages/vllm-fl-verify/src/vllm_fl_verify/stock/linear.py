@@ -66,17 +66,6 @@ RowKey = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
-class _Kept:
-    """Some rows of a compared layer, to compare again after an update of the weights."""
-
-    kind: str
-    cls: str
-    layer: torch.nn.Module
-    x: torch.Tensor
-    wanted: Near
-
-
-@dataclass(frozen=True)
 class _Inputs:
     """Numbers that a layer's quantisation of activations represents exactly.
 
@@ -112,6 +101,54 @@ class _Inputs:
         return (self.high - max(self.offset, 0)) * self.unit
 
 
+@dataclass(frozen=True)
+class _Layer:
+    """A linear layer `it` of a model, by its name."""
+
+    name: str
+    it: Any
+
+    @property
+    def kernel(self) -> Any:
+        """The kernel that vLLM chose, or None."""
+        return kernel_of(self.it, self.it.quant_method)
+
+    def row(self, against: str) -> RowKey:
+        """Return the row of its comparisons, by the class that vLLM chose."""
+        chosen = self.it.quant_method if self.kernel is None else self.kernel
+        return type(self.it).__name__, described_class(type(chosen)), against
+
+    def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        result: torch.Tensor = self.it.quant_method.apply(self.it, x, bias)
+        return result
+
+    def inputs(self, given: Held) -> _Inputs:
+        """Return the numbers that its quantisation of activations represents exactly."""
+        weight = given.get("weight")
+        scale, offset = given.get("input_scale"), given.get("input_zero_point")
+        if weight is not None and weight.is_floating_point() and weight.itemsize == 1:
+            return _Inputs(2.0**-7 if scale is None else float(scale.max()), -448, 448, 0, True)
+        symmetric = getattr(getattr(self.kernel, "config", None), "input_symmetric", True)
+        unit = 2.0**-6 if scale is None else float(scale.max())
+        low, zero = -127 if symmetric else -128, 0 if offset is None else int(offset.max())
+        return _Inputs(unit, low, 127, zero, False)
+
+    def weights(self, held: Held) -> torch.Tensor | None:
+        it = self.it
+        if hasattr(it, "embedding_dim"):
+            shape = it.num_embeddings_per_partition, it.embedding_dim
+        else:
+            out = getattr(it, "output_size_per_partition", it.output_size)
+            shape = out, getattr(it, "input_size_per_partition", it.input_size)
+        widths, block = (
+            getattr(it, "logical_widths", [shape[0]]),
+            getattr(it, "weight_block_size", None),
+        )
+        config = getattr(it.quant_method, "quant_config", None)
+        from_one = getattr(config, "checkpoint_format", "") != "gptq_v2" and self.kernel is not None
+        return dequantised(held, shape, widths, block, from_one=from_one)
+
+
 class Linears:
     """The linear layers of the models of this process.
 
@@ -126,7 +163,7 @@ class Linears:
     ) -> None:
         self.rows, self.sizes = rows, sizes
         self._generator = torch.Generator("cpu").manual_seed(seed)
-        self.kept: dict[str, _Kept] = {}
+        self.kept: dict[str, tuple[_Layer, torch.Tensor, Near]] = {}
         """Layer -> rows for `compare_again`, of the first weights since this was cleared."""
         self.seconds = 0.0
         self.roundings: dict[str, float] = {}
@@ -148,28 +185,22 @@ class Linears:
             if known and hasattr(method, "process_weights_after_loading"):
                 convert = method.process_weights_after_loading
                 if not isinstance(convert, partial):  # a method may belong to several layers
-                    vars(method)["process_weights_after_loading"] = partial(
-                        self._process, names, method, convert
-                    )
+                    noting = partial(self._process, names, convert)
+                    vars(method)["process_weights_after_loading"] = noting
 
     def _process(
-        self,
-        names: dict[torch.nn.Module, str],
-        method: Any,
-        convert: Callable[..., None],
-        layer: torch.nn.Module,
+        self, names: dict[torch.nn.Module, str], convert: Callable[..., None], layer: Any
     ) -> None:
         name = names.get(layer, type(layer).__name__)
         if is_mixture(layer):
-            return self._process_experts(name, method, convert, layer)
+            return self._process_experts(name, convert, layer)
         loaded = held_by(layer)
-        with _given_to_kernel(kernel_of(layer, method), layer) as given:
+        of_name = _Layer(name, layer)
+        with _given_to_kernel(of_name.kernel, layer) as given:
             convert(layer)
-        if not loaded:
-            return
-        key = type(layer).__name__, class_of_linear(layer, method), GIVEN
-        with self._comparing(key, name):
-            self._compare(key, name, layer, method, loaded, given or loaded)
+        if loaded:
+            with self._comparing(of_name.row(GIVEN), name):
+                self._compare(of_name, loaded, given or loaded)
 
     @contextmanager
     def _comparing(self, key: RowKey, name: str) -> Iterator[None]:
@@ -181,9 +212,8 @@ class Linears:
             self.rows.add(key, name, float("inf"), f"it raised {quote(error)}")
         self.seconds += time.monotonic() - began
 
-    def _process_experts(
-        self, name: str, method: Any, convert: Callable[..., None], layer: torch.nn.Module
-    ) -> None:
+    def _process_experts(self, name: str, convert: Callable[..., None], layer: Any) -> None:
+        method = layer.quant_method
         try:
             some = Experts(layer, self._generator)
         except AttributeError as error:  # a layer of experts with other attributes
@@ -196,98 +226,68 @@ class Linears:
         with self._comparing(key, name):
             some.compare(self.rows, key, name, spec)
 
-    def _compare(
-        self,
-        key: RowKey,
-        name: str,
-        layer: torch.nn.Module,
-        method: Any,
-        loaded: Held,
-        given: Held,
-    ) -> None:
-        weight = _weights(layer, method, given)
+    def _compare(self, layer: _Layer, loaded: Held, given: Held) -> None:
+        key, weight = layer.row(GIVEN), layer.weights(given)
         if weight is None:
-            why = f"unknown format: {', '.join(sorted(given))}"
-            return self.rows.skip(key, name, why)
+            return self.rows.skip(key, layer.name, f"unknown format: {', '.join(sorted(given))}")
         if given is not loaded:
-            self._compare_tensors(key, name, layer, method, loaded, weight)
-        bias = loaded.get("bias")
-        dtype = getattr(layer, "params_dtype", weight.dtype)
-        inputs = inputs_of(layer, method, given)
+            self._compare_tensors(layer, loaded, weight)
+        own_bias, bias = getattr(layer.it, "bias", None), loaded.get("bias")
+        dtype = getattr(layer.it, "params_dtype", weight.dtype)
+        inputs = layer.inputs(given)
 
-        def call(x: torch.Tensor, what: str, exact: torch.Tensor, allowed: torch.Tensor) -> None:
-            got = method.apply(layer, x, None if is_one_hot else getattr(layer, "bias", None))
+        def judge(got: torch.Tensor, what: str, exact: torch.Tensor, allowed: torch.Tensor) -> None:
             share, problem = Near(exact, allowed, dtype).deviation([got], ["the result"], None)
-            self.rows.add(key, name, share, problem and f"{problem}; {what}")
+            self.rows.add(key, layer.name, share, problem and f"{problem}; {what}")
 
         device, features = weight.device, weight.shape[1]
         step = PROBE_STEPS[dtype]
         tops = weight.abs().amax(1, keepdim=True).double()
-        is_one_hot = True
         for start in range(0, features, COLUMNS):
             some = weight[:, start : start + COLUMNS].double()
             x = torch.zeros(some.shape[1], features, dtype=dtype, device=device)
             x[:, start : start + COLUMNS].fill_diagonal_(inputs.most)
             exact = (some * inputs.most).t()
             allowed = step * (exact.abs() + (tops * inputs.most).t() / 16)
-            call(x, f"one-hot rows from feature {start}", exact, allowed)
-        is_one_hot = False
+            judge(layer.apply(x, None), f"one-hot rows from feature {start}", exact, allowed)
         numbers = inputs.drawn(max(self.sizes), features, self._generator).to(device)
         equal = torch.full((2, features), inputs.most, dtype=torch.float64, device=device)
-        exact = _product(torch.cat((numbers, equal)), weight, bias)
+        numbers = torch.cat((numbers, equal))
+        exact = _product(numbers, weight, bias)
+        # The roundings of the result, of each weight, and of sums.
         lost = LOST_IN_SUMS * features if inputs.coarse else 0.0
-        allowed = self._allowed(torch.cat((numbers, equal)), weight, exact, step, lost)
-        x = torch.cat((numbers, equal)).to(dtype)
-        call(x[-2:].clone(), "rows of equal numbers", exact[-2:], allowed[-2:])
+        norms = numbers.norm(dim=1).unsqueeze(1) * weight.double().norm(dim=1) * features**-0.5
+        allowed = step * exact.abs() + 2 * (step + lost) * norms
+        x = numbers.to(dtype)
+        got = layer.apply(x[-2:].clone(), own_bias)
+        judge(got, "rows of equal numbers", exact[-2:], allowed[-2:])
         for size in self.sizes:
-            call(x[:size].clone(), f"{size} random rows", exact[:size], allowed[:size])
-        given_x: dict[str, Any] = {"generator": self._generator, "dtype": torch.float32}
-        any_x = torch.randn(KEPT, features, **given_x)
+            got = layer.apply(x[:size].clone(), own_bias)
+            judge(got, f"{size} random rows", exact[:size], allowed[:size])
+        any_x = torch.randn(KEPT, features, generator=self._generator, dtype=torch.float32)
         any_x[:, 0] = 32  # the step of int8 is a quarter of the other numbers
         x_any = (any_x * inputs.most / 32).to(device, dtype)
         product = _product(x_any.double(), weight, bias)
-        rounded = method.apply(layer, x_any.clone(), getattr(layer, "bias", None)).double()
-        self.roundings[name] = float((rounded - product).norm() / product.norm())
-        if name not in self.kept:
-            few = Near(exact[:KEPT].float(), allowed[:KEPT].float(), dtype)
-            self.kept[name] = _Kept(key[0], key[1], layer, x[:KEPT].clone(), few)
+        rounded = layer.apply(x_any.clone(), own_bias).double()
+        self.roundings[layer.name] = float((rounded - product).norm() / product.norm())
+        few = Near(exact[:KEPT].float(), allowed[:KEPT].float(), dtype)
+        self.kept.setdefault(layer.name, (layer, x[:KEPT].clone(), few))
 
-    @staticmethod
-    def _allowed(
-        x: torch.Tensor, weight: torch.Tensor, exact: torch.Tensor, step: float, lost: float
-    ) -> torch.Tensor:
-        """Return the tolerance for roundings of the result, of each weight, and of sums."""
-        norms = x.norm(dim=1).unsqueeze(1) * weight.double().norm(dim=1) * weight.shape[1] ** -0.5
-        allowed: torch.Tensor = step * exact.abs() + 2 * (step + lost) * norms
-        return allowed
-
-    def _compare_tensors(
-        self,
-        key: RowKey,
-        name: str,
-        layer: torch.nn.Module,
-        method: Any,
-        loaded: Held,
-        weight: torch.Tensor,
-    ) -> None:
+    def _compare_tensors(self, layer: _Layer, loaded: Held, weight: torch.Tensor) -> None:
         """Compare the tensors that a kernel got with the tensors of the checkpoint.
 
         vLLM quantises some again: parts of a fused layer with one scale each, or weights that are
         not quantised in the checkpoint.
         """
-        key = key[0], key[1], LOADED
-        exact = _weights(layer, method, loaded)
+        key, exact = layer.row(LOADED), layer.weights(loaded)
         if exact is None:
-            return self.rows.skip(key, name, f"unknown format: {', '.join(sorted(loaded))}")
+            return self.rows.skip(key, layer.name, f"unknown format: {', '.join(sorted(loaded))}")
         wide = exact.double()
-        kernel = kernel_of(layer, method)
-        is_int = "Int" in type(kernel).__name__
+        is_int = "Int" in type(layer.kernel).__name__
         tops = wide.abs().amax()
         allowed = tops / 127 if is_int else wide.abs() / 16 + tops / 448 * 2.0**-9
-        share, problem = Near(wide, allowed + torch.zeros_like(wide), torch.float32).deviation(
-            [weight], ["the weight"], None
-        )
-        self.rows.add(key, name, share, problem)
+        near = Near(wide, allowed + torch.zeros_like(wide), torch.float32)
+        self.rows.add(key, layer.name, *near.deviation([weight], ["the weight"], None))
 
     def compare_again(self) -> None:
         """Compare some rows of each layer again, after an update with the same weights.
@@ -295,58 +295,15 @@ class Linears:
         Blocks of the sizes of scales are filled with NaN first: a kernel may hold a pointer to a
         tensor that the update has freed, and read the old numbers until the memory is used again.
         """
-        scales = [each for kept in self.kept.values() for each in held_by(kept.layer).values()]
+        scales = [each for layer, *_ in self.kept.values() for each in held_by(layer.it).values()]
         sizes = {each.nbytes for each in scales if each.nbytes <= LARGEST_SCALES}
         held = [freed_nan(sizes, device) for device in {each.device for each in scales}]
-        for name, kept in self.kept.items():
-            key = kept.kind, kept.cls, RELOADED
+        for name, (layer, x, wanted) in self.kept.items():
+            key = layer.row(RELOADED)
             with self._comparing(key, name):
-                method: Any = kept.layer.quant_method
-                got = method.apply(kept.layer, kept.x, getattr(kept.layer, "bias", None))
-                self.rows.add(key, name, *kept.wanted.deviation([got], ["the result"], None))
+                got = layer.apply(x, getattr(layer.it, "bias", None))
+                self.rows.add(key, name, *wanted.deviation([got], ["the result"], None))
         del held
-
-
-def class_of_linear(layer: torch.nn.Module, method: Any) -> str:
-    """Return the class that vLLM chose for a layer."""
-    kernel = kernel_of(layer, method)
-    return described_class(type(method if kernel is None else kernel))
-
-
-def inputs_of(layer: torch.nn.Module, method: Any, given: Held) -> _Inputs:
-    """Return the numbers that a layer's quantisation of activations represents exactly."""
-    weight = given.get("weight")
-    coarse = weight is not None and weight.is_floating_point() and weight.itemsize == 1
-    config = getattr(kernel_of(layer, method), "config", None)
-    symmetric = getattr(config, "input_symmetric", True)
-    scale, offset = given.get("input_scale"), given.get("input_zero_point")
-    unit = 2.0**-6 if scale is None else float(scale.max())
-    if coarse:
-        return _Inputs(unit if scale is not None else 2.0**-7, -448, 448, 0, coarse=True)
-    return _Inputs(
-        unit, -127 if symmetric else -128, 127, 0 if offset is None else int(offset.max()), False
-    )
-
-
-def _weights(layer: torch.nn.Module, method: Any, held: Held) -> torch.Tensor | None:
-    found: Any = layer
-    out, features = (
-        (found.num_embeddings_per_partition, found.embedding_dim)
-        if hasattr(found, "embedding_dim")
-        else (
-            getattr(found, "output_size_per_partition", found.output_size),
-            getattr(found, "input_size_per_partition", found.input_size),
-        )
-    )
-    kernel = kernel_of(layer, method)
-    config = getattr(method, "quant_config", None)
-    return dequantised(
-        held,
-        (out, features),
-        getattr(layer, "logical_widths", [out]),
-        getattr(layer, "weight_block_size", None),
-        from_one=getattr(config, "checkpoint_format", "") != "gptq_v2" and kernel is not None,
-    )
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -55,19 +55,15 @@ def _compared(
     live: Live, models: Mapping[str, Any], table: Mapping[type, LayerClass], rows: StockRows
 ) -> Iterator[None]:
     """Inside the block, compare the calls of these layers."""
-    changed = []
-    try:
+    with ExitStack() as back:
         for prefix, model in models.items():
             for name, module in model.named_modules():
                 layer = table.get(type(module))
                 if layer is not None and "forward" not in vars(module):
-                    changed.append(module)
                     compare = partial(_compare, live, layer, module, prefix + name, rows)
                     vars(module)["forward"] = partial(compare, module.forward)
+                    back.callback(vars(module).pop, "forward")
         yield
-    finally:
-        for module in changed:
-            del vars(module)["forward"]
 
 
 def _compare(
@@ -133,18 +129,14 @@ def compare_logits(worker: Any, model: Any, rows: StockRows, seed: int) -> None:
     hidden = hidden.to(worker.device, dtype)
     seen: list[tuple[Any, Any, Any]] = []
     processors = [m for m in model.modules() if type(m).__name__ == "LogitsProcessor"]
-    hooks = [
-        each.register_forward_hook(lambda layer, args, got: seen.append((layer, args, got)))
-        for each in processors
-    ]
     key = "LogitsProcessor", type(model).__name__, LOGITS
     try:
-        got = model.compute_logits(hidden.clone())
+        with ExitStack() as hooks:
+            for each in processors:
+                hooks.enter_context(each.register_forward_hook(lambda *call: seen.append(call)))
+            got = model.compute_logits(hidden.clone())
     except Exception as error:
         return rows.add(key, "logits", float("inf"), f"it raised {quote(error)}")
-    finally:
-        for hook in hooks:
-            hook.remove()
     if len(seen) != 1 or got is None:
         why = "another rank has the logits" if got is None else "the model computes them otherwise"
         return rows.skip(key, "logits", why)

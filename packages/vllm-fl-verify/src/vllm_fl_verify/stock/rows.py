@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 EXAMPLES = 3
@@ -69,12 +69,10 @@ class StockRows:
                 "calls": row.calls,
                 "worst": row.worst if math.isfinite(row.worst) else None,
                 "incorrect": len(row.problems),
-                "problems": _some(row.problems),
+                "problems": [
+                    f"layer {name}: {why}" for name, why in islice(row.problems.items(), EXAMPLES)
+                ],
                 "skipped": {why: len(layers) for why, layers in row.skipped.items()},
             }
             for (kind, cls, against), row in self.rows.items()
         ]
-
-
-def _some(problems: Mapping[str, str]) -> list[str]:
-    return [f"layer {name}: {why}" for name, why in [*problems.items()][:EXAMPLES]]

@@ -73,9 +73,8 @@ class Steps:
         vars(self.worker).pop("execute_model", None)
         config = self.worker.vllm_config
         compilation, dtype = config.compilation_config, config.model_config.dtype
-        largest = max(compilation.cudagraph_capture_sizes or (0,))
-        if getattr(compilation.cudagraph_mode, "name", "NONE") == "NONE":
-            largest = 0
+        has_graphs = getattr(compilation.cudagraph_mode, "name", "NONE") != "NONE"
+        largest = max(compilation.cudagraph_capture_sizes or (0,)) if has_graphs else 0
         layers = config.model_config.get_num_layers(config.parallel_config)
         limit = ROUNDINGS * PROBE_STEPS[dtype] * layers**0.5
         limit = min(limit * QUANTISED if config.quant_config else limit, LARGEST)
