@@ -25,8 +25,6 @@ from .paging import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPEC"]
-
 
 def concat_and_cache_mla(
     kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor

@@ -17,8 +17,6 @@ from .common import of_layer, rounded
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPECS"]
-
 
 def gelu_new(x: torch.Tensor) -> torch.Tensor:
     """x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2, elementwise.

@@ -22,8 +22,6 @@ from .common import not_finite, of_layer, rounded
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPECS"]
-
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """silu(x[..., :d]) * x[..., d:], where d = x.shape[-1] // 2 and silu(g) = g * sigmoid(g).

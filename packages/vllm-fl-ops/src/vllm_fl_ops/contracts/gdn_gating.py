@@ -16,8 +16,6 @@ from .common import contract
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPEC"]
-
 
 def gdn_gating(
     a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor

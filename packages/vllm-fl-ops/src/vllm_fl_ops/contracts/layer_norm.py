@@ -16,8 +16,6 @@ from .common import contract, rounded
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPEC"]
-
 
 def layer_norm(
     x: torch.Tensor,

@@ -16,8 +16,6 @@ from .common import contract
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPEC"]
-
 
 def merge_attn_states(
     prefix_output: torch.Tensor,

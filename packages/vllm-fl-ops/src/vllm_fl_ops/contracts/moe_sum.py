@@ -16,8 +16,6 @@ from .routing import taken_ids
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPEC"]
-
 
 def moe_sum(
     input: torch.Tensor,

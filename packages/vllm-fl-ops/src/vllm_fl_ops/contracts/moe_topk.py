@@ -26,8 +26,6 @@ from .routing import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPEC"]
-
 
 def moe_topk(
     gating_output: torch.Tensor,

@@ -22,8 +22,6 @@ from .rotary_embedding import SPEC as ROTARY
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPEC"]
-
 
 def multimodal_rotary_embedding(
     query: torch.Tensor,

@@ -15,8 +15,6 @@ from .rotary_embedding import served_positions, table
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPEC"]
-
 
 def qk_norm_rope(
     qkv: torch.Tensor,

@@ -16,8 +16,6 @@ from .common import activations, contract, not_finite
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPEC"]
-
 MOST = 448.0
 """The largest number of float8_e4m3fn."""
 

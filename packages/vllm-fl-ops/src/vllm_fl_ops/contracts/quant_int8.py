@@ -16,8 +16,6 @@ from .common import activations, contract
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPEC"]
-
 LOWEST, HIGHEST = -128.0, 127.0
 
 

@@ -25,8 +25,6 @@ from .paging import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPEC"]
-
 
 def reshape_and_cache(
     key: torch.Tensor,

@@ -15,8 +15,6 @@ from .common import contract, rounded
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPEC"]
-
 
 def rms_norm(
     x: torch.Tensor,

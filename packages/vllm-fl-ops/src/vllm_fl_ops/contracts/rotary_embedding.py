@@ -14,16 +14,6 @@ from .common import beyond, contract
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "SPEC",
-    "COS_SIN_TABLE",
-    "by_complex_numbers",
-    "heads_of_qkv",
-    "served_positions",
-    "table",
-    "tables",
-]
-
 
 def rotary_embedding(
     query: torch.Tensor,
