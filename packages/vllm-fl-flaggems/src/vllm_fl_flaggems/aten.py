@@ -15,8 +15,6 @@ from vllm_fl.dispatch import get_default_manager
 from .loading import available, flag_gems, problem
 from .settings import BLACKLIST, OPLIST, USE, WHITELIST, blacklist, check_list_names, value
 
-__all__ = ["known_names", "replaceable", "replace_operators", "write_list"]
-
 NO_LIST = f"no list selects any ({WHITELIST.variable}, {BLACKLIST.variable})"
 
 _replaced: list[tuple[str, ...]] = []

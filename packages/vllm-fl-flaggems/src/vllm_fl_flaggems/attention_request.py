@@ -11,8 +11,6 @@ from .loading import available, block_pointers_work, problem
 if TYPE_CHECKING:
     from vllm_fl import AttentionRequest, Availability
 
-__all__ = ["supports_attention"]
-
 BACKEND = "FlagGems's attention"
 NHD = "FlagGems's attention supports only NHD"
 PLANES = "FlagGems's attention needs keys and values in one piece each, as in LHBNC"

@@ -21,18 +21,6 @@ from vllm_fl import get_logger
 
 from .loading import flag_gems
 
-__all__ = [
-    "CUDA",
-    "KERNELS",
-    "WARPS",
-    "Launcher",
-    "contiguous",
-    "heads_of_a_program",
-    "launchable",
-    "power_of_two",
-    "warps",
-]
-
 _POINTWISE: Final = (
     "in0_ptr in1_ptr out0_ptr in0_stride0 in0_stride1 in1_stride0 in1_stride1 out0_stride0 "
     "out0_stride1 s0 s1 num_tasks tiles_per_cta tile_size0 tile_size1 one_tile_per_cta"

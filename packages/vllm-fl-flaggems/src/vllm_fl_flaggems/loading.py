@@ -25,16 +25,6 @@ from .settings import INSTALL
 if TYPE_CHECKING:
     from vllm_fl import Availability
 
-__all__ = [
-    "INSTALL",
-    "available",
-    "block_pointers_work",
-    "flag_gems",
-    "flag_gems_module",
-    "loaded",
-    "problem",
-]
-
 ACCELERATORS = ("cuda", "npu", "musa", "mlu", "gcu")
 """Modules of torch for the devices that FlagGems supports."""
 

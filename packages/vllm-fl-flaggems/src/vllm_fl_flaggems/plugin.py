@@ -38,17 +38,6 @@ from .impl import (
 from .loading import available
 from .settings import BLACKLIST, SETTINGS, findings, rejected
 
-__all__ = [
-    "KERNEL_DISTRIBUTIONS",
-    "attention_backend",
-    "doctor",
-    "policy",
-    "register_ops",
-    "rejections",
-    "settings",
-    "worker_start",
-]
-
 KERNEL_DISTRIBUTIONS = ("flag-gems",)
 """pip distributions of the kernels' code; core hashes their versions into the plan's digest."""
 

@@ -18,21 +18,6 @@ from vllm_fl import (
     SettingSpec,
 )
 
-__all__ = [
-    "APPEND",
-    "BLACKLIST",
-    "INSTALL",
-    "OPLIST",
-    "SETTINGS",
-    "USE",
-    "WHITELIST",
-    "blacklist",
-    "check_list_names",
-    "findings",
-    "rejected",
-    "value",
-]
-
 INSTALL = 'pip install "vllm-fl-flaggems[beside-vllm]" && pip install --no-deps flag-gems==5.0.2'
 """flag-gems 5.0.2 pins numpy 1.26.4 and other releases that no vLLM accepts; it runs without them,
 hence --no-deps."""

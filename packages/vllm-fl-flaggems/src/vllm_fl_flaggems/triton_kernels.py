@@ -8,13 +8,6 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
-__all__ = [
-    "linear_kernel",
-    "linear_of_one_row_kernel",
-    "qk_norm_rope_kernel",
-    "reshape_and_cache_kernel",
-]
-
 
 @triton.jit
 def qk_norm_rope_kernel(

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
 
     from vllm_fl import AttentionRequest
 
-__all__ = ["KV_CACHE_DTYPES", "InPlanes", "planes_of", "refused"]
-
 HALVES = ("float16", "bfloat16")
 KV_CACHE_DTYPES = (None, "auto", *HALVES)
 

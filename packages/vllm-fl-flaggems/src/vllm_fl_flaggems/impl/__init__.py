@@ -15,8 +15,6 @@ from vllm_fl import Availability, BackendImplKind, OpImpl
 from ..kernels import CUDA
 from ..loading import available, flag_gems, problem
 
-__all__ = ["FLAGOS", "implementation", "device_condition"]
-
 FLAGOS = ("default.flagos", BackendImplKind.DEFAULT)
 """Id and kind of every implementation in this package, attention included."""
 

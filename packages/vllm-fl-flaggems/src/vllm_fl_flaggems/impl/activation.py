@@ -10,13 +10,6 @@ from ..kernels import launchable, warps
 from ..loading import flag_gems
 from . import implementation
 
-__all__ = [
-    "OPS",
-    "gelu_and_mul",
-    "mul_and_silu",
-    "silu_and_mul",
-]
-
 TILE = 1024
 """Elements of a row per program: sixteen per thread, loaded with two of the widest instructions."""
 

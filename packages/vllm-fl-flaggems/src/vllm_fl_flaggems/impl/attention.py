@@ -26,8 +26,6 @@ from vllm_fl_ops.attention import InPlanes, planes_of
 
 from ..loading import flag_gems
 
-__all__ = ["AttentionFLBackend", "AttentionFLImpl", "AttentionFLMetadataBuilder"]
-
 MOST_ELEMENTS = 2**31 - 1
 """Maximum elements of a layer's keys, or values: FlagGems's kernel uses 32-bit indices."""
 

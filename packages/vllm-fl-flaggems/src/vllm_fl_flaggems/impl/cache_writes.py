@@ -16,12 +16,6 @@ from ..kernels import CUDA, WARPS, Launcher, contiguous, heads_of_a_program, pow
 from ..loading import available, flag_gems
 from . import FLAGOS, device_condition, implementation
 
-__all__ = [
-    "OPS",
-    "concat_and_cache_mla",
-    "reshape_and_cache",
-]
-
 LONGEST_PIECE = 512
 """Elements of a latent that FlagGems copies at once, or all elements of a shorter latent. Ranges in
 Triton must be powers of two."""

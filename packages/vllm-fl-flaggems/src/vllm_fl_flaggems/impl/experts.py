@@ -12,8 +12,6 @@ from ..loading import flag_gems_module
 from . import implementation
 from .routing import of_experts
 
-__all__ = ["OPS", "fused_experts"]
-
 
 def fused_experts(
     hidden_states: torch.Tensor,

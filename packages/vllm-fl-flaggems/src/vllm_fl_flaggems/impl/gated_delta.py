@@ -14,8 +14,6 @@ import torch.nn.functional as F
 from ..loading import flag_gems_module
 from . import implementation
 
-__all__ = ["OPS", "recurrent_gated_delta_rule"]
-
 LENGTH_EPSILON = 1e-6
 """The number that the kernels add to the squared length of a head when they normalise it."""
 

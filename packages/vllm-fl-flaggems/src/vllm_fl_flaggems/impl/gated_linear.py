@@ -26,8 +26,6 @@ from .linear import (
     prepared,
 )
 
-__all__ = ["OPS", "linear_gelu_tanh_and_mul", "linear_silu_and_mul"]
-
 
 def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """silu(x @ gate.T) * (x @ up.T), with gate the first half of weight's rows and up the second.

@@ -17,24 +17,6 @@ from torch.nn.functional import linear as by_torch
 from ..kernels import power_of_two
 from . import implementation
 
-__all__ = [
-    "COPY_ALIGN",
-    "FEW_TOKENS",
-    "FEWEST_TOKENS",
-    "MOST_TOKENS",
-    "PRODUCT_CONDITIONS",
-    "OPS",
-    "Scales",
-    "Tile",
-    "begins_early",
-    "copies_blocks",
-    "is_aligned",
-    "linear",
-    "of_one_row",
-    "of_rows",
-    "prepared",
-]
-
 MOST_TOKENS = 64
 """Maximum number of tokens. For more tokens, PyTorch's product is as fast or faster."""
 

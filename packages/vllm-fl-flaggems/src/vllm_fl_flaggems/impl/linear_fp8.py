@@ -23,8 +23,6 @@ from .linear import (
     of_rows,
 )
 
-__all__ = ["MOST_TOKENS", "OPS", "linear_fp8"]
-
 MOST_TOKENS = 32
 """Maximum number of tokens. For more tokens, vLLM's product is as fast or faster."""
 

@@ -10,8 +10,6 @@ from ..kernels import contiguous, launchable, warps
 from ..loading import flag_gems
 from . import implementation
 
-__all__ = ["OPS", "layer_norm", "rms_norm"]
-
 LONGEST_ROW = 4096
 """Longer rows need kernels with a loop, which FlagGems tunes."""
 

@@ -9,8 +9,6 @@ import torch
 from ..kernels import WARPS, Launcher, contiguous, heads_of_a_program, power_of_two
 from . import implementation
 
-__all__ = ["OPS", "qk_norm_rope"]
-
 LARGEST_HEAD = 1024
 """Features of a head that fit into one program."""
 

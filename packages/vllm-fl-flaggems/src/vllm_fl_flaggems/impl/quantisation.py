@@ -9,8 +9,6 @@ from vllm_fl import Availability
 from ..loading import flag_gems
 from . import implementation
 
-__all__ = ["OPS", "quant_fp8_group"]
-
 FP8_CAPABILITY = (8, 9)
 """Lowest compute capability with float8_e4m3fn in Triton."""
 

@@ -11,8 +11,6 @@ from ..kernels import launchable, warps
 from ..loading import flag_gems
 from . import implementation
 
-__all__ = ["OPS", "rotary_embedding"]
-
 FEW_TOKENS = 512
 """Maximum number of tokens with several programs per token, see `_side_by_side`."""
 

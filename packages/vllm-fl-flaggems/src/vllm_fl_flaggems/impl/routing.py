@@ -8,15 +8,6 @@ from ..kernels import contiguous
 from ..loading import flag_gems
 from . import implementation
 
-__all__ = [
-    "OPS",
-    "grouped_topk",
-    "moe_align_block_size",
-    "moe_sum",
-    "moe_topk",
-    "of_experts",
-]
-
 MOST = 32
 """Maximum experts per token, and maximum groups, of the kernels."""
 

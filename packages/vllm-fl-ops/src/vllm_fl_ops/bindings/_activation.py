@@ -10,8 +10,6 @@ from vllm_fl.contracts.binding import Binding, Bound, LayerTarget, OperatorTarge
 from ..contracts.rules import INTERMEDIATE
 from ._phrases import HW_AGNOSTIC
 
-__all__ = ["activation_binding", "activation_operator"]
-
 SHARED = tuple(
     f"vllm.model_executor.layers.activation:{registry}._dict"
     for registry in ("_ACTIVATION_REGISTRY", "_ACTIVATION_AND_MUL_REGISTRY")

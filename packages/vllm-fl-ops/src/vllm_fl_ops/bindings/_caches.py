@@ -9,8 +9,6 @@ from vllm_fl.contracts.binding import SizeRule
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["CACHE_BLOCK_SIZE", "holds_as_is", "no_scale", "without_padding"]
-
 AS_IS = frozenset({"auto", "float16", "half", "bfloat16", "float", "float32"})
 """Values of kv_cache_dtype without quantisation."""
 

@@ -9,15 +9,6 @@ from vllm_fl.contracts.binding import SizeRule
 
 from ..contracts.rules import INTERMEDIATE
 
-__all__ = [
-    "EXPERTS_OF_A_TOKEN",
-    "EXPERT_COUNT",
-    "EXPERT_INTERMEDIATE",
-    "SHARED_INTERMEDIATE",
-    "first",
-    "may_have_experts",
-]
-
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TAKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 _WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size")

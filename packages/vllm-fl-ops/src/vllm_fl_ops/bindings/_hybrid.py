@@ -8,19 +8,6 @@ from vllm_fl.contracts.binding import SizeRule
 
 from ..contracts.rules import first_set
 
-__all__ = [
-    "CONVOLVING",
-    "CONV_SIZES",
-    "CPU_EPSILON",
-    "FLA_EPSILON",
-    "LINEAR_SIZES",
-    "LINEAR_VALUE_HEADS",
-    "NULL_BLOCK",
-    "activation_of",
-    "has_states",
-    "mamba_width",
-]
-
 CONVOLVING = (
     *(
         f"vllm.model_executor.layers.mamba.{name}"

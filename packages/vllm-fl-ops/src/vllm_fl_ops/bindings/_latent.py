@@ -7,8 +7,6 @@ from typing import Any
 
 from vllm_fl.contracts.binding import SizeRule
 
-__all__ = ["KV_RANK", "Q_RANK", "ROPE_SIZE", "VALUE_SIZE"]
-
 
 def _make_reader(name: str) -> Callable[[Any], int]:
     def ask(config: Any) -> int:

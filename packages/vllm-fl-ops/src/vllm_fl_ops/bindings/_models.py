@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-__all__ = ["has_experts", "has_paged_attention", "is_multimodal", "is_quantised", "mentions"]
-
 
 def has_experts(config: Any) -> bool:
     return bool(config.model_config.get_num_experts())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["EXPERTS", "GELU_TANH", "HW_AGNOSTIC", "names"]
-
 EXPERTS = (
     "experts with a kernel that also computes the activation: vLLM's quantised experts, and "
     "experts of its CPU build"

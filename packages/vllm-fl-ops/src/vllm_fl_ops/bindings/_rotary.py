@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["LAYER_ATTRIBUTES", "ROTATION", "ROPE_TABLES", "cos_sin_halves"]
-
 ROPE_TABLES = ("vllm.model_executor.layers.rotary_embedding:_ROPE_DICT",)
 """vLLM's dictionary of the rotary embeddings that it has built."""
 

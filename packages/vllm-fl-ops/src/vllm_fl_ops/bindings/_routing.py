@@ -6,8 +6,6 @@ from vllm_fl.contracts.binding import SizeRule
 
 from ._experts import first
 
-__all__ = ["EXPERT_GROUPS", "GROUPS_OF_A_TOKEN"]
-
 _GROUPS = ("n_group", "num_expert_group", "moe_n_group")
 _TAKEN = ("topk_group", "num_limited_groups", "moe_topk_group")
 """Configuration names of the number of groups, and of the number of groups per token."""

@@ -12,8 +12,6 @@ from ._phrases import names
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BINDING"]
-
 PAD_SLOT = -1
 """The slot of padding in vLLM's function by default, in addition to its null block."""
 

@@ -13,8 +13,6 @@ from ._phrases import names
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BINDING"]
-
 
 def _holds_as_is(kv_c: Tensor, kv_cache: Tensor, kv_cache_dtype: str) -> bool:
     return holds_as_is(kv_cache_dtype, kv_cache, kv_c)

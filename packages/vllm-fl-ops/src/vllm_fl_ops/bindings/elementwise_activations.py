@@ -15,8 +15,6 @@ from ._phrases import EXPERTS, GELU_TANH
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BINDING"]
-
 
 def _new_native(x: Tensor) -> Tensor:
     from torch import pow, tanh

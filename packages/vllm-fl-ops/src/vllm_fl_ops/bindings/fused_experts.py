@@ -25,9 +25,6 @@ from ._phrases import names
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BINDING"]
-
-
 ALONE = "vLLM's experts can only run inside a call of their layer"
 
 

@@ -15,8 +15,6 @@ from ._phrases import EXPERTS
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BINDING"]
-
 
 def _silu_native(x: Tensor) -> Tensor:
     from vllm.model_executor.layers.activation import SiluAndMul

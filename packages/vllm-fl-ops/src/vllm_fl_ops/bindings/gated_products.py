@@ -17,8 +17,6 @@ from .linear import DENSE_INTERMEDIATE, OPERATORS, may_have, product_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BINDING"]
-
 GATE = "gate"
 """The gate in a formula. A formula is a tuple: an operator, its arguments (numbers, the gate,
 formulas), and last a dictionary of keyword arguments, if there are any.

@@ -6,9 +6,6 @@ from vllm_fl.contracts.binding import Binding, OperatorTarget, Route
 
 from ._hybrid import LINEAR_VALUE_HEADS, has_states
 
-__all__ = ["BINDING"]
-
-
 BINDING = Binding(
     targets=(
         OperatorTarget(

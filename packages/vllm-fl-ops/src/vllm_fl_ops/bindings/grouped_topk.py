@@ -14,8 +14,6 @@ from ._routing import EXPERT_GROUPS, GROUPS_OF_A_TOKEN
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BINDING"]
-
 _ROUTER = "vllm.model_executor.layers.fused_moe.router"
 
 

@@ -11,8 +11,6 @@ from ..contracts.rules import EPSILON, HIDDEN
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BINDING"]
-
 
 def _native(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
     """Compute in the wider of the dtypes of x and weight, like vLLM's layer."""

@@ -13,8 +13,6 @@ from ._models import is_quantised
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BINDING", "DENSE_INTERMEDIATE", "OPERATORS", "may_have", "product_of"]
-
 OPERATORS = ("aten.mm.default", "aten.addmm.default", "aten.sum.dim_IntList")
 """PyTorch's operators for a product. The sum is Inductor's form of a product in a graph that is
 compiled for one row only."""

@@ -11,8 +11,6 @@ from .linear import BINDING as LINEAR
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BINDING"]
-
 W8A8 = ("fp8", "fbgemm_fp8", "ptpc_fp8", "fp8_per_tensor", "fp8_per_channel", "online")
 """vLLM's names of quantisation methods that make all linear layers fp8. The last three quantise
 while loading.

@@ -14,8 +14,6 @@ from ._phrases import names
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BINDING"]
-
 
 def _is_plain(
     output: Tensor,

@@ -13,8 +13,6 @@ from ._phrases import names
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BINDING"]
-
 _EXPERTS = "vllm.model_executor.layers.fused_moe"
 _CALLERS = (
     f"{_EXPERTS}.moe_align_block_size",

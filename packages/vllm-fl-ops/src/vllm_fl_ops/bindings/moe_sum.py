@@ -13,8 +13,6 @@ from ._models import has_experts
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BINDING"]
-
 
 def _adds_experts(input: Tensor, output: Tensor) -> bool:
     return input.ndim == 3 and output.shape == (input.shape[0], input.shape[2])

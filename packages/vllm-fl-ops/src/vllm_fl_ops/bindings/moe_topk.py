@@ -13,8 +13,6 @@ from ._phrases import names
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BINDING"]
-
 
 def _marked(routing: tuple[Tensor, Tensor], is_padding: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the routing as vLLM's kernels do: padding tokens have no expert (-1)."""

@@ -13,8 +13,6 @@ from ._rotary import LAYER_ATTRIBUTES, ROPE_TABLES, cos_sin_halves
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BINDING"]
-
 
 def _native(
     query: Tensor,

@@ -14,8 +14,6 @@ from ._rotary import ROTATION
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BINDING"]
-
 
 def _apart(
     qkv: Tensor,

@@ -13,8 +13,6 @@ from ._models import is_quantised
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BINDING"]
-
 LAYER = "vllm.model_executor.layers.quantization.input_quant_fp8.QuantFP8"
 
 

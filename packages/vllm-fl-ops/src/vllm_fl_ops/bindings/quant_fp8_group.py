@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["BINDING"]
-
 
 def _is_plain(input: Tensor, output_q: Tensor, output_s: Tensor, group_size: int) -> bool:
     """Return whether the format is E4M3 and the scales are (rows, groups).

@@ -12,8 +12,6 @@ from ._models import is_quantised
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BINDING"]
-
 
 def _steps(x: Tensor) -> Tensor:
     import torch

@@ -12,8 +12,6 @@ from ._phrases import names
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BINDING"]
-
 
 def _one_each(tokens: int, cu_seqlens: Tensor | None, indices: Tensor | None) -> bool:
     """Return whether each token is from a different sequence: plain decode."""

@@ -14,8 +14,6 @@ from ._phrases import names
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BINDING"]
-
 PARAMETERS = names(
     "key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale"
 )

@@ -13,8 +13,6 @@ from ._phrases import HW_AGNOSTIC
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BINDING", "StandIn", "native_rms_norm"]
-
 
 def native_rms_norm(
     x: Tensor,

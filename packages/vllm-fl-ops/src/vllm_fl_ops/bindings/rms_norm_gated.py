@@ -14,8 +14,6 @@ from .rms_norm import StandIn
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BINDING"]
-
 
 def _native(
     x: Tensor,

@@ -15,8 +15,6 @@ from ._rotary import LAYER_ATTRIBUTES, ROPE_TABLES, ROTATION, cos_sin_halves
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BINDING", "_native"]
-
 
 def _native(
     query: Tensor,

@@ -15,15 +15,6 @@ from .common import contract
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "activation_spec",
-    "activation_inputs",
-    "broken_row",
-    "gated_inputs",
-    "served_activation_inputs",
-    "served_gated_inputs",
-]
-
 Oracle = Callable[..., "torch.Tensor"]
 
 

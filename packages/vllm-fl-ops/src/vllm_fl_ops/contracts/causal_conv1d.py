@@ -17,8 +17,6 @@ from .sequences import boundaries, ends, fitting_features, slots, state_slots
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BIAS", "SPEC", "CONV_STATES", "CONV_TOLERANCES", "WEIGHT", "served_features"]
-
 
 def causal_conv1d(
     x: torch.Tensor,

@@ -17,8 +17,6 @@ from .sequences import slots, state_slots
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPEC"]
-
 
 def causal_conv1d_update(
     x: torch.Tensor,

@@ -17,8 +17,6 @@ from .sequences import boundaries, ends, fitting_heads
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DELTA_RULE_HEADS", "OUTPUTS", "SPEC", "normed", "qkv", "served_heads"]
-
 
 def chunk_gated_delta_rule(
     q: torch.Tensor,

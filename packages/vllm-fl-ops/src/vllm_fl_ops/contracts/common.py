@@ -15,8 +15,6 @@ from vllm_fl.contracts.spec import ModelSizes, OpSpec, Sample, Tolerance
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["OfLayer", "activations", "contract", "not_finite", "of_layer", "beyond", "rounded"]
-
 
 def contract(
     oracle: Callable[..., Any],

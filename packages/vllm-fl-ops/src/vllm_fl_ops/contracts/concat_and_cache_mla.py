@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.arguments import like, tensor
 from vllm_fl.contracts.outputs import Exact
@@ -24,8 +24,6 @@ from .paging import (
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["SPEC"]
 
 
 def concat_and_cache_mla(
@@ -64,11 +62,10 @@ def concat_and_cache_mla(
     return written(kv_cache, torch.cat((kv_c, k_pe), dim=-1), slot_mapping)
 
 
-def _side_by_side(
-    kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
-) -> torch.Tensor:
+def _side_by_side(*call: Any) -> torch.Tensor:
     import torch
 
+    kv_c, k_pe, kv_cache, slot_mapping = call
     halves = kv_cache.split((kv_c.shape[1], k_pe.shape[1]), dim=-1)
     pairs = zip(halves, (kv_c, k_pe), strict=True)
     return torch.cat([written_one_by_one(*pair, slot_mapping) for pair in pairs], dim=-1)

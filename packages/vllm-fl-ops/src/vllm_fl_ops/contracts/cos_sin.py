@@ -10,8 +10,6 @@ if TYPE_CHECKING:
 
     from vllm_fl import Availability
 
-__all__ = ["adjacent", "joint_cos_sin"]
-
 
 def joint_cos_sin(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:
     """Return the cache with `cos` as left half and `sin` as right half, without a copy.

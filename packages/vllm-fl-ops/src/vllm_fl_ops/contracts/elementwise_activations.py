@@ -17,8 +17,6 @@ from .common import of_layer, rounded
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPECS"]
-
 
 def gelu_new(x: torch.Tensor) -> torch.Tensor:
     """x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2, elementwise.
@@ -165,15 +163,10 @@ def xielu(
     return (p * wide.square()).where(wide > 0, below) + a * wide
 
 
-def _xielu_by_torch(
-    x: torch.Tensor,
-    alpha_p: torch.Tensor,
-    alpha_n: torch.Tensor,
-    beta: torch.Tensor,
-    eps: torch.Tensor,
-) -> torch.Tensor:
+def _xielu_by_torch(*call: torch.Tensor) -> torch.Tensor:
     from torch.nn.functional import softplus
 
+    x, alpha_p, alpha_n, beta, eps = call
     wide, slope = x.double(), float(beta)
     above, below = wide.clamp(min=0), wide.clamp(max=0)
     n = slope + softplus(alpha_n.double())

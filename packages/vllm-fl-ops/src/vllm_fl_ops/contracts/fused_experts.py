@@ -16,8 +16,6 @@ from .routing import taken_ids
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPEC"]
-
 EXPERT_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
 
 ALPHA, LIMIT = 1.702, 7.0

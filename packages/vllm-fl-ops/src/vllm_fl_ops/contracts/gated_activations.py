@@ -22,8 +22,6 @@ from .common import not_finite, of_layer, rounded
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPECS"]
-
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """silu(x[..., :d]) * x[..., d:], where d = x.shape[-1] // 2 and silu(g) = g * sigmoid(g).
@@ -98,14 +96,18 @@ def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     Source: Hendrycks and Gimpel, "Gaussian Error Linear Units" (arXiv:1606.08415); Shazeer, "GLU
     Variants Improve Transformer" (arXiv:2002.05202), GEGLU.
     """
+    gate, up = x.double().chunk(2, dim=-1)
+    return _gelu(gate, approximate) * up
+
+
+def _gelu(gate: torch.Tensor, approximate: str) -> torch.Tensor:
     if approximate not in APPROXIMATIONS:
         raise ValueError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
-    gate, up = x.double().chunk(2, dim=-1)
     if approximate == "tanh":
         inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
-        return 0.5 * gate * (1 + inner.tanh()) * up
+        return 0.5 * gate * (1 + inner.tanh())
     # erfc keeps the digits that 1 + erf loses for a negative gate
-    return 0.5 * gate * (-gate / math.sqrt(2)).erfc() * up
+    return 0.5 * gate * (-gate / math.sqrt(2)).erfc()
 
 
 def _gelu_by_torch(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -152,16 +154,10 @@ def gelu_and_mul_sparse(
 
     Source: Gemma 3n, as in `Gemma3nTextMLP` of Hugging Face Transformers 4.53 (`_gaussian_topk`).
     """
-    if approximate not in APPROXIMATIONS:
-        raise ValueError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
     gate, up = x.double().chunk(2, dim=-1)
     centred = gate - gate.mean(-1, keepdim=True)
     deviation = centred.square().mean(-1, keepdim=True).sqrt()
-    above = (centred - std_multiplier * deviation).clamp(min=0)
-    if approximate == "tanh":
-        inner = math.sqrt(2 / math.pi) * (above + 0.044715 * above**3)
-        return 0.5 * above * (1 + inner.tanh()) * up
-    return 0.5 * above * (-above / math.sqrt(2)).erfc() * up
+    return _gelu((centred - std_multiplier * deviation).clamp(min=0), approximate) * up
 
 
 def _sparse_by_torch(

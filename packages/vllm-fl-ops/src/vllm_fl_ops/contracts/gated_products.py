@@ -16,8 +16,6 @@ from .linear import LINEAR_SHAPES, broken_rows, by_features, layouts, product, r
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPECS", "gelu_tanh", "silu"]
-
 
 def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """silu(x @ gate.T) * (x @ up.T), where silu(g) = g * sigmoid(g).

@@ -16,8 +16,6 @@ from .common import contract
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPEC"]
-
 
 def gdn_gating(
     a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor
@@ -48,11 +46,10 @@ def gdn_gating(
     return -A_log.double().exp() * softplus, b.double().sigmoid()
 
 
-def _by_logsigmoid(
-    a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_logsigmoid(*call: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     import torch.nn.functional as F
 
+    a, b, A_log, dt_bias = call
     keeps = F.logsigmoid(-(a.double() + dt_bias.double()))
     return keeps * A_log.double().exp(), 0.5 + 0.5 * (b.double() / 2).tanh()
 

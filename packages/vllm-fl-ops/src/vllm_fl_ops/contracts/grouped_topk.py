@@ -26,8 +26,6 @@ from .routing import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPEC"]
-
 
 def grouped_topk(
     gating_output: torch.Tensor,
@@ -95,18 +93,9 @@ def _allowed(
     return allowed
 
 
-def _scores(
-    gating_output: torch.Tensor,
-    topk: int,
-    renormalize: bool,
-    num_expert_group: int,
-    topk_group: int,
-    scoring_func: str = "softmax",
-    routed_scaling_factor: float = 1.0,
-    e_score_correction_bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    scores = scored(gating_output, scoring_func)
-    return _allowed(scores, num_expert_group, topk_group, e_score_correction_bias)
+def _scores(*call: Any) -> torch.Tensor:
+    gating_output, _, _, num_expert_group, topk_group, scoring_func, _, bias = call
+    return _allowed(scored(gating_output, scoring_func), num_expert_group, topk_group, bias)
 
 
 def _by_token(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,17 +15,6 @@ from .common import contract
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "LINEAR_SHAPES",
-    "SPEC",
-    "broken_rows",
-    "by_features",
-    "layouts",
-    "product",
-    "projections",
-    "repeated",
-]
-
 LINEAR_SHAPES = (
     ("16 tokens", 16, 256, 96),
     ("1 token", 1, 1024, 768),

@@ -11,12 +11,10 @@ from vllm_fl.contracts.sampling import UNIQUE_ROWS, Source, peak
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
 from .common import contract
-from .linear import LINEAR_SHAPES, product, projections, repeated
+from .linear import LINEAR_SHAPES, by_features, product, projections, repeated
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["SPEC"]
 
 MOST = 448.0
 """The largest number of float8_e4m3fn."""
@@ -56,19 +54,10 @@ def linear_fp8(
     return result if bias is None else result + bias.double()
 
 
-def _by_features(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    out_dtype: str,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+def _scaled_last(*call: Any) -> torch.Tensor:
     """Sum over blocks of input features, and apply the scales last."""
-    result = x_scale.new_zeros(x.shape[0], weight.shape[0]).double()
-    for some, factors in zip(x.split(64, dim=1), weight.split(64, dim=1), strict=True):
-        result += (some.double()[:, None, :] * factors.double()[None]).sum(dim=-1)
-    result = result * weight_scale.double().reshape(1, -1) * x_scale.double()
+    x, weight, x_scale, weight_scale, _, bias = call
+    result = by_features(x, weight) * weight_scale.double().reshape(1, -1) * x_scale.double()
     return result if bias is None else result + bias.double()
 
 
@@ -235,7 +224,7 @@ SPEC = contract(
     samples=_samples,
     served=_served,
     read_whole=frozenset({"weight", "weight_scale"}),
-    second_form=_by_features,
+    second_form=_scaled_last,
     tolerances={
         "float16": Tolerance(1e-2, 2e-2, _FOURTEEN_BITS),
         "bfloat16": Tolerance(

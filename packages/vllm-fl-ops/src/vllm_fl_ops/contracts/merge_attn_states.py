@@ -16,8 +16,6 @@ from .common import contract
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPEC"]
-
 
 def merge_attn_states(
     prefix_output: torch.Tensor,
@@ -73,14 +71,10 @@ def _without_infinity(lse: torch.Tensor) -> torch.Tensor:
     return wide.masked_fill(wide == math.inf, -math.inf)
 
 
-def _by_sigmoid(
-    prefix_output: torch.Tensor,
-    prefix_lse: torch.Tensor,
-    suffix_output: torch.Tensor,
-    suffix_lse: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_sigmoid(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
     import torch
 
+    prefix_output, prefix_lse, suffix_output, suffix_lse = call
     prefix, suffix = (
         torch.where(lse.isinf(), -math.inf, lse.double()) for lse in (prefix_lse, suffix_lse)
     )

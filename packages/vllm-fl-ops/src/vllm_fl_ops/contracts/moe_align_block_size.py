@@ -16,8 +16,6 @@ from .routing import taken_ids
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPEC", "places", "round_up"]
-
 
 def moe_align_block_size(
     topk_ids: torch.Tensor,

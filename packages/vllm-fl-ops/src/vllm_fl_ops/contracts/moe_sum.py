@@ -16,8 +16,6 @@ from .routing import taken_ids
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPEC"]
-
 
 def moe_sum(
     input: torch.Tensor,
@@ -60,13 +58,10 @@ def _elsewhere(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch
     return absent | (expert_map[topk_ids.clamp(min=0).long()] < 0)
 
 
-def _one_by_one(
-    input: torch.Tensor,
-    topk_ids: torch.Tensor | None = None,
-    expert_map: torch.Tensor | None = None,
-) -> torch.Tensor:
+def _one_by_one(*call: Any) -> torch.Tensor:
     import torch
 
+    input, topk_ids, expert_map = call
     wide = input.double()
     total = torch.zeros_like(wide[:, 0])
     here = None if expert_map is None else {i for i, n in enumerate(expert_map.tolist()) if n >= 0}

@@ -26,8 +26,6 @@ from .routing import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPEC"]
-
 
 def moe_topk(
     gating_output: torch.Tensor,
@@ -77,15 +75,9 @@ def _choice(scores: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return scores if bias is None else scores + bias.double()
 
 
-def _scores(
-    gating_output: torch.Tensor,
-    topk: int,
-    renormalize: bool,
-    scoring_func: str = "softmax",
-    routed_scaling_factor: float = 1.0,
-    e_score_correction_bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    return _choice(scored(gating_output, scoring_func), e_score_correction_bias)
+def _scores(*call: Any) -> torch.Tensor:
+    gating_output, _, _, scoring_func, _, bias = call
+    return _choice(scored(gating_output, scoring_func), bias)
 
 
 def _by_exponentials(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:

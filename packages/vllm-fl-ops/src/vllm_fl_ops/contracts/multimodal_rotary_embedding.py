@@ -14,6 +14,7 @@ from .rotary_embedding import (
     COS_SIN_TABLE,
     by_complex_numbers,
     heads_of_qkv,
+    rotated,
     served_positions,
     tables,
 )
@@ -21,8 +22,6 @@ from .rotary_embedding import SPEC as ROTARY
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["SPEC"]
 
 
 def multimodal_rotary_embedding(
@@ -71,8 +70,7 @@ def multimodal_rotary_embedding(
     """
     import torch
 
-    half = cos.shape[-1]
-    pairs = torch.arange(half, device=query.device)
+    pairs = torch.arange(cos.shape[-1], device=query.device)
     time, height, width = mrope_section
     if mrope_interleaved:
         by_height = (pairs % 3 == 1) & (pairs < 3 * height)
@@ -84,19 +82,7 @@ def multimodal_rotary_embedding(
     rows = position_ids.long()[:, axes]
     c = cos[rows, pairs].double().unsqueeze(1)
     s = sin[rows, pairs].double().unsqueeze(1)
-
-    def turn(x: torch.Tensor) -> torch.Tensor:
-        turned = x.double().clone()
-        if rotary_interleaved:
-            first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
-        else:
-            first, second = slice(0, half), slice(half, 2 * half)
-        a, b = x[..., first].double(), x[..., second].double()
-        turned[..., first] = a * c - b * s
-        turned[..., second] = b * c + a * s
-        return turned
-
-    return turn(query), turn(key)
+    return rotated(query, c, s, rotary_interleaved), rotated(key, c, s, rotary_interleaved)
 
 
 def _by_complex_numbers(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,17 +16,6 @@ if TYPE_CHECKING:
 
     from vllm_fl.contracts.sampling import Source
 
-__all__ = [
-    "SAMPLE_BLOCK_SIZE",
-    "SLOTS",
-    "blocks_for",
-    "far_slots",
-    "served_slots",
-    "slots",
-    "written",
-    "written_one_by_one",
-]
-
 SLOTS = tensor("tokens", "int64", values="high < blocks * block_size")
 """The argument `slot_mapping` of an op with a cache of (blocks, block_size, ...)."""
 

@@ -10,12 +10,10 @@ from vllm_fl.contracts.sampling import Source, peak
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
 from .common import beyond, contract
-from .rotary_embedding import served_positions, table
+from .rotary_embedding import rotated, served_positions, table
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["SPEC"]
 
 
 def qk_norm_rope(
@@ -66,20 +64,13 @@ def qk_norm_rope(
     half = cos_sin_cache.shape[1] // 2
     rows = cos_sin_cache[position_ids.long()].double().unsqueeze(1)
     c, s = rows[..., :half], rows[..., half:]
-    if rotary_interleaved:
-        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
-    else:
-        first, second = slice(0, half), slice(half, 2 * half)
     result = torch.empty(qkv.shape, dtype=torch.float64, device=qkv.device).copy_(qkv)
     query, key, _ = result.unflatten(-1, (-1, head_size)).tensor_split(
         (heads, heads + kv_heads), dim=1
     )
     for x, weight in ((query, q_weight), (key, k_weight)):
         y = x * (x.square().mean(dim=-1, keepdim=True) + epsilon).rsqrt() * weight.double()
-        a, b = y[..., first].clone(), y[..., second].clone()
-        y[..., first] = a * c - b * s
-        y[..., second] = b * c + a * s
-        x.copy_(y)
+        x.copy_(rotated(y, c, s, rotary_interleaved))
     return result
 
 

@@ -16,8 +16,6 @@ from .common import activations, contract
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPEC"]
-
 MOST = 448.0
 """The largest number of float8_e4m3fn."""
 
@@ -73,15 +71,11 @@ def quant_fp8(
     return (wide / one).clamp(-MOST, MOST) * one, steps
 
 
-def _by_limits(
-    x: torch.Tensor,
-    scale: torch.Tensor | None = None,
-    scale_ub: torch.Tensor | None = None,
-    per_token: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_limits(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """First find the x that maps to the largest value, then clamp x to it."""
     import torch
 
+    x, scale, scale_ub, per_token = call
     wide = x.to(torch.float64)
     if scale is not None:
         limit = scale.to(torch.float64) * 448

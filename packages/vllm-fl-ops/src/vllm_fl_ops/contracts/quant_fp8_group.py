@@ -16,8 +16,6 @@ from .common import activations, contract, not_finite
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPEC"]
-
 MOST = 448.0
 """The largest number of float8_e4m3fn."""
 
@@ -57,12 +55,11 @@ def quant_fp8_group(
     return ((groups / one).clamp(-MOST, MOST) * one).flatten(-2), steps
 
 
-def _by_frexp(
-    x: torch.Tensor, group_size: int = 128, eps: float = 1e-10, ue8m0: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_frexp(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute group by group, with powers of two from the number's exponent. Nothing saturates."""
     import torch
 
+    x, group_size, eps, ue8m0 = call
     wide = x.to(torch.float64)
     steps = []
     for group in wide.split(group_size, dim=1):

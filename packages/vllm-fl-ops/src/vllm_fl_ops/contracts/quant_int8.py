@@ -16,8 +16,6 @@ from .common import activations, contract
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPEC"]
-
 LOWEST, HIGHEST = -128.0, 127.0
 
 
@@ -76,15 +74,11 @@ def quant_int8(
     return values.clamp(LOWEST, HIGHEST) * one, steps.clone()
 
 
-def _by_limits(
-    x: torch.Tensor,
-    scale: torch.Tensor | None = None,
-    azp: torch.Tensor | None = None,
-    asymmetric: bool | None = None,
-) -> tuple[torch.Tensor, ...]:
+def _by_limits(*call: Any) -> tuple[torch.Tensor, ...]:
     """Clamp x to the limits in its units, instead of the quantised values."""
     import torch
 
+    x, scale, azp, asymmetric = call
     wide = x.to(torch.float64)
     if scale is not None:
         one, whole = float(scale), 0 if azp is None else int(azp)

@@ -18,8 +18,6 @@ from .sequences import slots, state_slots
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPEC"]
-
 
 def recurrent_gated_delta_rule(
     q: torch.Tensor,

@@ -25,8 +25,6 @@ from .paging import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPEC"]
-
 
 def reshape_and_cache(
     key: torch.Tensor,
@@ -67,17 +65,10 @@ def reshape_and_cache(
     return written(key_cache, key, slot_mapping), written(value_cache, value, slot_mapping)
 
 
-def _one_by_one(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return (
-        written_one_by_one(key_cache, key, slot_mapping),
-        written_one_by_one(value_cache, value, slot_mapping),
-    )
+def _one_by_one(*call: Any) -> tuple[torch.Tensor, ...]:
+    *rows, key_cache, value_cache, slot_mapping = call
+    pairs = zip((key_cache, value_cache), rows, strict=True)
+    return tuple(written_one_by_one(*pair, slot_mapping) for pair in pairs)
 
 
 def _separate(source: Source, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,8 +15,6 @@ from .common import contract, rounded
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPEC"]
-
 
 def rms_norm(
     x: torch.Tensor,
@@ -58,13 +56,8 @@ def rms_norm(
     return normed if residual is None else (normed, y)
 
 
-def _by_sums(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    epsilon: float,
-    variance_size: int | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+def _by_sums(*call: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    x, residual, weight, epsilon, variance_size = call
     y = x.double() if residual is None else x.double() + residual.double()
     seen = y.shape[-1] if variance_size is None else variance_size
     mean = (y[..., :seen] ** 2).sum(-1, keepdim=True) / seen

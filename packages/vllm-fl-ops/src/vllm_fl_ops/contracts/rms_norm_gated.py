@@ -15,8 +15,6 @@ from .common import contract, of_layer, rounded
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPEC"]
-
 ACTIVATIONS = ("silu", "swish", "sigmoid")
 """Activations of the gate. The first two are names of the same function, z * sigmoid(z)."""
 

@@ -14,16 +14,6 @@ from .common import beyond, contract
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "SPEC",
-    "COS_SIN_TABLE",
-    "by_complex_numbers",
-    "heads_of_qkv",
-    "served_positions",
-    "table",
-    "tables",
-]
-
 
 def rotary_embedding(
     query: torch.Tensor,
@@ -64,20 +54,21 @@ def rotary_embedding(
     rows = position_ids.long()
     c = cos[rows].double().unsqueeze(1)
     s = sin[rows].double().unsqueeze(1)
-    half = cos.shape[-1]
+    turned = rotated(query, c, s, rotary_interleaved)
+    return turned, None if key is None else rotated(key, c, s, rotary_interleaved)
 
-    def turn(x: torch.Tensor) -> torch.Tensor:
-        turned = x.double().clone()
-        if rotary_interleaved:
-            first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
-        else:
-            first, second = slice(0, half), slice(half, 2 * half)
-        a, b = x[..., first].double(), x[..., second].double()
-        turned[..., first] = a * c - b * s
-        turned[..., second] = b * c + a * s
-        return turned
 
-    return turn(query), None if key is None else turn(key)
+def rotated(x: torch.Tensor, c: torch.Tensor, s: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """The pairs of x rotated in fp64, by the cosines c and sines s of each token and pair."""
+    turned, half = x.double().clone(), c.shape[-1]
+    if interleaved:
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    else:
+        first, second = slice(0, half), slice(half, 2 * half)
+    a, b = x[..., first].double(), x[..., second].double()
+    turned[..., first] = a * c - b * s
+    turned[..., second] = b * c + a * s
+    return turned
 
 
 def _by_complex_numbers(*call: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

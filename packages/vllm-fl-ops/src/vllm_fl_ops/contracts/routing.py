@@ -11,18 +11,6 @@ from vllm_fl.contracts.sampling import UNIQUE_ROWS, Source
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "SCORE_MARGIN",
-    "EXPERT_RESULTS",
-    "SCORING",
-    "bias_for_choice",
-    "by_argmax",
-    "highest",
-    "router_logits",
-    "scored",
-    "taken_ids",
-]
-
 SCORING = ("softmax", "sigmoid")
 """The functions from a router's logits to scores."""
 

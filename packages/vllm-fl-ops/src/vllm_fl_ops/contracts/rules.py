@@ -8,19 +8,6 @@ from typing import Any
 from vllm_fl.contracts.binding import Binding, SizeRule, by_name, with_values
 from vllm_fl.contracts.spec import ModelSizes
 
-__all__ = [
-    "EPSILON",
-    "HEADS",
-    "HEAD_SIZE",
-    "HIDDEN",
-    "INTERMEDIATE",
-    "KV_HEADS",
-    "ROTARY",
-    "RULES",
-    "first_set",
-    "typical_sizes",
-]
-
 _WIDTHS = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner", "d_ff")
 """Configuration names of the MLP's width. The last four are from older models."""
 

@@ -10,9 +10,6 @@ from vllm_fl.contracts.arguments import Problem
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["boundaries", "ends", "fitting_features", "fitting_heads", "slots", "state_slots"]
-
-
 _LENGTHS = (1, 2, 1, 3, 1, 8, 1, 5, 1, 2, 1, 3, 1, 1, 1, 2, 1, 17, 64)
 """Lengths of the sequences after the first, repeated. A batch of 300 tokens has more than 16."""
 
