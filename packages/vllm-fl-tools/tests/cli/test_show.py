@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from vllm_fl_tools.cli._show import print_json, print_table
+from vllm_fl_tools.cli._show import print_answer, print_table
 
 HEADINGS = ("implementation", "distribution", "reason")
 ROWS = [
@@ -47,6 +47,6 @@ def test_no_secret_is_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MY_API_KEY", "sk-abcdef")
-    print_json(found=[{"error": "got sk-abcdef"}])
+    print_answer({"found": [{"error": "got sk-abcdef"}]}, print, as_json=True)
     print_table(("error",), [("got sk-abcdef",)])
     assert "sk-abcdef" not in capsys.readouterr().out

@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from vllm_fl.errors import VllmFLError
@@ -30,7 +31,7 @@ from vllm_fl.settings.values import read_text
 from ..engine.timing import quartiles
 from ..integration.workload import Visit
 from ._engines import EngineProcess, check_model, running_engine
-from ._show import UsageError, print_json, print_table, say
+from ._show import UsageError, print_answer, print_table, say
 from ._watch import ended_by_signal
 
 ROUNDS = 10
@@ -129,11 +130,8 @@ def accept_table(arguments: argparse.Namespace) -> int:
         EngineError: an engine failed.
         AcceptError: the file has no effect.
     """
-    path, model = arguments.accept, arguments.model
+    path, model = arguments.accept, check_model("--accept", arguments.model)
     rounds = ROUNDS if arguments.rounds is None else arguments.rounds
-    if model is None:
-        raise UsageError("--accept needs --model DIR: it serves the model")
-    check_model(model)
     if rounds < STARTS:
         raise UsageError(f"--rounds {rounds}: expected at least {STARTS}")
     if _is_table(path):
@@ -145,12 +143,8 @@ def accept_table(arguments: argparse.Namespace) -> int:
     with ended_by_signal():
         served = compare_engines(os.path.abspath(path), model, more, -(-rounds // STARTS))
     verdict, took = judged(served), time.monotonic() - started
-    if arguments.json:
-        print_json(table=path, seconds=took, **dataclasses.asdict(verdict))
-    else:
-        _show(served, verdict)
-        state = "accepted" if verdict.accepted else "not accepted"
-        say(f"\nThe file {path} is {state}: {verdict.reason}. {took:.0f} s.")
+    facts = {"table": path, "seconds": took, **dataclasses.asdict(verdict)}
+    print_answer(facts, partial(_show, served), as_json=arguments.json)
     return 0 if verdict.accepted else 1
 
 
@@ -196,7 +190,7 @@ def _ratios(served: Served, phase: str) -> list[float]:
     return [default / tabled for default, tabled in pairs]
 
 
-def _show(served: Served, verdict: Acceptance) -> None:
+def _show(served: Served, facts: Mapping[str, Any]) -> None:
     rows = []
     for phase, visit in served.phases.items():
         tokens = visit.batch * (visit.prompt_tokens if visit.new_tokens == 1 else 1)
@@ -205,10 +199,12 @@ def _show(served: Served, verdict: Acceptance) -> None:
             for engine in (DEFAULT, TABLED)
         ]
         of = {
-            name: f"{verdict.figures[f'{phase}: {name}']:.3f}" for name in ("ratio", "low", "high")
+            name: f"{facts['figures'][f'{phase}: {name}']:.3f}" for name in ("ratio", "low", "high")
         }
         rows.append([phase, *speeds, of["ratio"], f"{of['low']}-{of['high']}"])
     print_table(["phase", f"tokens/s {DEFAULT}", TABLED, "ratio", "quartiles"], rows)
+    state = "accepted" if facts["accepted"] else "not accepted"
+    say(f"\nThe file {facts['table']} is {state}: {facts['reason']}. {facts['seconds']:.0f} s.")
 
 
 def compare_engines(path: str, model: str, more: Sequence[str], rounds: int) -> Served:

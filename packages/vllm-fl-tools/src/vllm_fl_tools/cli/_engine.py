@@ -28,15 +28,13 @@ NOT_INSTALLED = "vLLM is not installed"
 
 def takes_engine(parser: argparse.ArgumentParser) -> None:
     """Add the options of a verb about engines: their model and their mode."""
-    takes_vllms(parser)
-    parser.add_argument(
-        "--model", metavar="DIR", help="the model's folder; its weights are not read"
-    )
+    takes_model(parser, "the model's folder; its weights are not read")
     parser.add_argument("--mode", choices=MODES, help="describe an engine in this mode")
 
 
-def takes_vllms(parser: argparse.ArgumentParser) -> None:
-    """Make a verb accept arguments for vLLM, in its `more`."""
+def takes_model(parser: argparse.ArgumentParser, text: str, *, required: bool = False) -> None:
+    """Make a verb accept a model, with this help, and arguments for vLLM, in its `more`."""
+    parser.add_argument("--model", metavar="DIR", required=required, help=text)
     parser.set_defaults(takes_more=True)
     parser.allow_abbrev = False
     parser.epilog = (
@@ -59,13 +57,18 @@ def asked_of(arguments: argparse.Namespace, *, offline: bool = False) -> list[De
         return []
     if model is None:
         return any_engines([mode] if mode else MODES)
-    given = {word.partition("=")[0].replace("_", "-") for word in arguments.more}
+    given = {*map(option_of, arguments.more)}
     is_given = not given.isdisjoint(("--enforce-eager", "--no-enforce-eager"))
     eager = ["--enforce-eager"] * (mode == "eager" and not is_given)
     engine = engine_of(model, [*arguments.more, *eager], offline=offline)
     if mode not in (None, engine.facts.mode):
         raise UsageError(f"--mode {mode}: with these arguments the engine is {engine.facts.mode}")
     return [engine]
+
+
+def option_of(word: str) -> str:
+    """Return the name of an option without its value, with dashes instead of underscores."""
+    return word.partition("=")[0].replace("_", "-")
 
 
 def check_words(arguments: argparse.Namespace) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -23,7 +22,7 @@ from vllm_fl.plugins.breadcrumb import FOLDER, last
 from vllm_fl.settings.schema import Settings
 from vllm_fl.text import clean
 
-from ._engine import takes_vllms
+from ._engine import option_of
 from ._progress import doing
 from ._show import UsageError, say
 
@@ -39,6 +38,9 @@ SMALL = {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONFAULTHANDLER": "1"}
 
 LEFT_ALONE = {Settings.metrics.variable: ""}
 """Variables that disable a server's output files in the engines of verbs."""
+
+EXTENSION_OPTION = "--worker-extension-cls"
+"""vLLM's argument for methods that are added to workers. Some verbs set it."""
 
 LAST_WORDS = 10.0
 """Seconds for the processes of a hanging engine to write their stacks."""
@@ -130,23 +132,21 @@ class EngineProcess:
         return answer
 
 
-def takes_model(parser: argparse.ArgumentParser) -> None:
-    """Make a verb accept a model and arguments for vLLM."""
-    takes_vllms(parser)
-    parser.usage = "%(prog)s [options] --model DIR [vLLM's arguments]"
-    parser.add_argument(
-        "--model",
-        metavar="DIR",
-        required=True,
-        help="the model's folder; missing weights are random",
-    )
+def check_model(option: str, model: str | None, more: Sequence[str] = ()) -> str:
+    """Check the model for an option of a verb, and return it.
 
-
-def check_model(model: str) -> None:
-    """Raise UsageError if the folder has no model."""
+    Raises:
+        UsageError: the model is missing, or the arguments for vLLM (`more`) contain
+            `EXTENSION_OPTION`.
+    """
+    if model is None:
+        raise UsageError(f"{option} needs --model DIR, to start an engine")
     if not (Path(model) / "config.json").is_file():
         what = "has no config.json" if Path(model).is_dir() else "is not a folder"
         raise UsageError(f"--model {model}: it {what}")
+    if EXTENSION_OPTION in map(option_of, more):
+        raise UsageError(f"{option} sets {EXTENSION_OPTION}: remove it from the arguments")
+    return model
 
 
 def engine_startup() -> Startup:

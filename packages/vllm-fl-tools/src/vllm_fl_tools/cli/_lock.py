@@ -27,9 +27,7 @@ DRAFT: dict[str, Any] = {"facts": None, "result": None, "seed": None}
 
 def save(arguments: argparse.Namespace) -> int:
     """Start the engine, and write its lock file to `arguments.save`."""
-    if arguments.model is None:
-        raise UsageError("--save needs --model DIR")
-    check_model(arguments.model)
+    model = check_model("--save", arguments.model)
     engine_startup()
     with draft_of(arguments.save, "--save") as file, tempfile.TemporaryDirectory() as folder:
         draft = Path(folder) / "draft.lock"
@@ -37,7 +35,7 @@ def save(arguments: argparse.Namespace) -> int:
         environment = {**os.environ, Settings.lock.variable: str(draft)}
         with running_engine(
             "for the lock file",
-            arguments.model,
+            model,
             {},
             environment,
             as_served=True,

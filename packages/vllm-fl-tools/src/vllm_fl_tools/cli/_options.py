@@ -87,6 +87,17 @@ def counts(option: str, text: str) -> tuple[int, ...]:
     return tuple(found)
 
 
+def takes_timeout(parser: argparse.ArgumentParser, what: str, seconds: float) -> None:
+    """Add the option `--timeout` for `what`, with the default `seconds`."""
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=positive_seconds,
+        default=seconds,
+        help=f"time limit of one {what}; default: {seconds:.0f}",
+    )
+
+
 def positive_seconds(text: str) -> float:
     try:
         seconds = float(text)

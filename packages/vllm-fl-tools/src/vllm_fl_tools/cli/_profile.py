@@ -24,9 +24,6 @@ CACHES = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 engine fused are unknown. Layers of one model share compiled code.
 """
 
-EXTENSION_OPTION = "--worker-extension-cls"
-"""The vLLM argument that adds methods for profiling to workers."""
-
 SHOWN = 0.002
 """Minimum share of a row for a separate line in the printed table."""
 
@@ -36,14 +33,9 @@ PROMPT_TOKENS, STEPS = 256, 16
 
 def profile_model(arguments: argparse.Namespace) -> int:
     """Profile a model; return the exit status, 1 if a kind of step could not be profiled."""
-    model = arguments.model
-    if model is None:
-        raise UsageError("--profile needs --model DIR")
-    check_model(model)
-    batches = counts("--batch", arguments.batch or "1")
     more = arguments.more
-    if any(given.partition("=")[0].replace("_", "-") == EXTENSION_OPTION for given in more):
-        raise UsageError(f"--profile sets {EXTENSION_OPTION}: remove it from the arguments")
+    model = check_model("--profile", arguments.model, more)
+    batches = counts("--batch", arguments.batch or "1")
     engine_startup()
     with (
         tempfile.TemporaryDirectory() as caches,

@@ -42,16 +42,10 @@ def answering() -> Iterator[None]:
 def print_answer(
     facts: Mapping[str, Any], show: Callable[[Mapping[str, Any]], None], *, as_json: bool
 ) -> None:
-    """Print the answer of a verb: as JSON, or with `show`."""
-    if as_json:
-        print_json(**facts)
-    else:
-        show(facts)
-
-
-def print_json(**content: Any) -> None:
-    """Print one JSON object with the schema's number."""
-    text = json.dumps(_scrubbed({"schema": OUTPUT_SCHEMA, **content}), indent=2, allow_nan=False)
+    """Print the answer of a verb: as a JSON object with the schema's number, or with `show`."""
+    if not as_json:
+        return show(facts)
+    text = json.dumps(_scrubbed({"schema": OUTPUT_SCHEMA, **facts}), indent=2, allow_nan=False)
     print(text, file=_answers)
 
 

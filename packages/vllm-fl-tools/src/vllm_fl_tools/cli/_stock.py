@@ -20,8 +20,6 @@ from ._show import UsageError, print_answer, print_table, say
 
 EXTENSION = "vllm_fl_verify.stock.worker"
 
-EXTENSION_OPTION = "--worker-extension-cls"
-
 TIMEOUT = 7200.0
 """Time limit in seconds of all comparisons after the startup."""
 
@@ -40,15 +38,11 @@ LEGEND = "worst: the largest error as a multiple of the tolerance; 1 is the limi
 
 def run(arguments: argparse.Namespace) -> int:
     """Return 1 if a result is incorrect, or nothing was compared."""
-    model, more = arguments.model, arguments.more
-    if model is None:
-        raise UsageError("--stock needs --model DIR")
+    more = arguments.more
+    model = check_model("--stock", arguments.model, more)
     for option in ("op", "impl", "dtype", "device", "emulated"):
         if getattr(arguments, option) is not None:
             raise UsageError(f"--stock excludes --{option}: it runs the implementations of vLLM")
-    check_model(model)
-    if any(given.partition("=")[0].replace("_", "-") == EXTENSION_OPTION for given in more):
-        raise UsageError(f"--stock sets {EXTENSION_OPTION}: remove it from the arguments")
     checks = "ThoroughChecks" if arguments.thorough else "StockChecks"
     began = time.monotonic()
     with running_engine(

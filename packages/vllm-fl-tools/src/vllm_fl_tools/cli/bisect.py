@@ -30,6 +30,7 @@ from ..integration.workload import Visit
 from ._bisect_outputs import BASELINE, EXACT, NEW_TOKENS, PLANNED, PROMPTS, Outputs
 from ._bisect_search import Culprit
 from ._bisect_startups import LEAST_LIMIT, TIMES, VLLM_FL, Startups
+from ._engine import takes_model
 from ._engines import (
     ANSWER_TIMEOUT,
     START_TIMEOUT,
@@ -38,7 +39,6 @@ from ._engines import (
     engine_startup,
     has_weights,
     running_engine,
-    takes_model,
 )
 from ._options import positive_seconds
 from ._parts import Changes, listed
@@ -78,7 +78,8 @@ STATUS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    takes_model(parser)
+    takes_model(parser, "the model's folder; missing weights are random", required=True)
+    parser.usage = "%(prog)s [options] --model DIR [vLLM's arguments]"
     parser.add_argument(
         "--startup",
         action="store_true",
@@ -107,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Return 0 if nothing is wrong, 130 after an interruption, otherwise 1."""
-    check_model(arguments.model)
+    check_model("bisect", arguments.model)
     if arguments.startup and (arguments.prompts or arguments.against != STOCK_NAME):
         raise UsageError("--against and --prompts compare outputs: use them without --startup")
     started = time.monotonic()

@@ -23,9 +23,9 @@ from vllm_fl.integration.targets import all_bindings
 from ..engine.tuning_table import KEEP_DEFAULT, STOCK_NAME, Figure, Tuned, TunedOp
 from ..integration.model_ops import absent_ops
 from . import _accept, _profile
-from ._engine import engine_of, takes_vllms
-from ._options import check_known, counts, device_of, draft_of, positive_seconds
-from ._show import UsageError, print_json, print_table, say
+from ._engine import engine_of, takes_model
+from ._options import check_known, counts, device_of, draft_of, takes_timeout
+from ._show import UsageError, print_answer, print_table, say
 from ._tuning import TuningSubject, Work
 from ._watch import INTERRUPTED, ended_by_signal
 
@@ -39,12 +39,7 @@ TIMEOUT = 300.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    takes_vllms(parser)
-    parser.add_argument(
-        "--model",
-        metavar="DIR",
-        help="the model's folder; its weights are read only for --profile and --accept",
-    )
+    takes_model(parser, "the model's folder; its weights are read only for --profile and --accept")
     parser.add_argument("--op", action="append", metavar="OP", help="may be repeated")
     parser.add_argument(
         "--impl",
@@ -64,13 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=f"output file, overwritten if it exists; default: {DEFAULT_FILE}, never overwritten",
     )
-    parser.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        type=positive_seconds,
-        default=TIMEOUT,
-        help=f"time limit of one call; default: {TIMEOUT:.0f}",
-    )
+    takes_timeout(parser, "call", TIMEOUT)
     parser.add_argument(
         "--profile",
         action="store_true",
@@ -124,16 +113,13 @@ def run(arguments: argparse.Namespace) -> int:
             why = f"cannot write {error.filename or out}: {error.strerror or error}"
             say(f"vllm-fl: {why}", error=True)
             return 1
-    if arguments.json:
-        print_json(
-            path=str(out),
-            remarks=[*work.remarks, *_of_device(work.subject, table)],
-            measurements=work.done,
-            table=asdict(table),
-        )
-    else:
-        done = f"{work.done} measurements."
-        show(str(out), table, [*work.remarks, *_of_device(work.subject, table), done])
+    remarks = [*work.remarks, *_of_device(work.subject, table)]
+    facts = {"path": str(out), "remarks": remarks, "measurements": work.done}
+    print_answer(
+        {**facts, "table": asdict(table)},
+        lambda _: show(str(out), table, [*remarks, f"{work.done} measurements."]),
+        as_json=arguments.json,
+    )
     return 0 if table.ops else 1
 
 

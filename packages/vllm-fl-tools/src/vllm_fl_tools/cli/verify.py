@@ -31,9 +31,9 @@ from vllm_fl_ops.contracts.rules import typical_sizes
 
 from ..operate.identity import cpu_name, device_name
 from . import _stock
-from ._engine import takes_vllms
+from ._engine import takes_model
 from ._environment import distributions
-from ._options import check_known, device_of, positive_seconds
+from ._options import check_known, device_of, takes_timeout
 from ._show import UsageError, print_answer, print_table, say
 from ._watch import INTERRUPTED, TookTooLong, Watch
 
@@ -64,13 +64,12 @@ HEADINGS = ("op", "implementation", "dtype", "samples", "worst", "same bits")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    takes_vllms(parser)
+    takes_model(parser, "the model's folder, for --stock")
     parser.add_argument(
         "--stock",
         action="store_true",
         help="compare vLLM's own layers in an engine of --model, without vllm-fl",
     )
-    parser.add_argument("--model", metavar="DIR", help="the model's folder, for --stock")
     parser.add_argument(
         "--thorough",
         action="store_true",
@@ -85,13 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="WHAT",
         help="record in the output that WHAT emulates the hardware",
     )
-    parser.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        type=positive_seconds,
-        default=TIMEOUT,
-        help=f"time limit of one sample; default: {TIMEOUT:.0f}",
-    )
+    takes_timeout(parser, "sample", TIMEOUT)
     text = "repeat a call that VLLM_FL_KEEP_FAULTS has kept, on each implementation or on --impl"
     parser.add_argument("--replay", metavar="FILE", help=text)
 
