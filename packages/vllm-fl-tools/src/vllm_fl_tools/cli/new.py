@@ -96,11 +96,11 @@ def run(arguments: argparse.Namespace) -> int:
     over = arguments.over is not None
     asked = arguments.over if over else arguments.platform
     platform = None if asked is None else normalise_platform(asked)
-    problem = _problem(name, parent, folder) or _unknown(ops)
-    if problem is None and platform is not None:
-        problem = _no_plugin(platform) if over else _no_platform(platform)
-    if problem is not None:
-        raise UsageError(problem)
+    _check_name(name, parent, folder)
+    _check_ops(ops)
+    check = _check_plugin if over else _check_platform
+    if platform is not None:
+        check(platform)
     known = platform is None or not over or platform in PLATFORMS or is_foreign(platform)
     changes = _changes(name, platform, over=over, is_known=known)
     try:
@@ -121,62 +121,61 @@ def _show(facts: Mapping[str, Any]) -> None:
     say("  pip install -e '.[testing]' && python -m pytest")
 
 
-def _problem(name: str, parent: Path, folder: Path) -> str | None:
+def _check_name(name: str, parent: Path, folder: Path) -> None:
     if not re.fullmatch(r"[a-z][a-z0-9]*", name):
-        return (
+        raise UsageError(
             f"{name!r} is not a valid name: use one word of lower-case letters and digits, such as "
             "acme"
         )
     if name in RESERVED:
-        return f"{name!r} is reserved. Reserved names: {', '.join(RESERVED)}"
+        raise UsageError(f"{name!r} is reserved. Reserved names: {', '.join(RESERVED)}")
     if not parent.is_dir():
-        return f"{parent} is not a folder: create it, or choose another with --dir"
+        raise UsageError(f"{parent} is not a folder: create it, or choose another with --dir")
     if folder.exists():
-        return f"{folder} exists: remove it, or choose another folder with --dir"
-    return None
+        raise UsageError(f"{folder} exists: remove it, or choose another folder with --dir")
 
 
-def _unknown(ops: Sequence[str]) -> str | None:
+def _check_ops(ops: Sequence[str]) -> None:
     known = template_ops()
     for op in ops:
         if op not in known:
-            return (
+            raise UsageError(
                 f"--ops: there is no example of {op!r}.{closest(op, known)} "
                 f"Known: {', '.join(known)}. For another op with a contract, add a module in the "
                 "same folder: vllm-fl explain OP --contract prints the contract"
             )
-    return None
 
 
-def _no_platform(platform: str) -> str | None:
+def _check_platform(platform: str) -> None:
     if platform in PLATFORMS:
-        return None
+        return
     known = known_platforms(get_default_manager().registry.plugins)
-    if platform in known:
-        return None
-    return (
-        f"--platform {platform!r} is not a platform of vLLM or of an installed plugin."
-        f"{closest(platform, known)} Known: {', '.join(known)}. For new hardware, omit it; for a "
-        "device with a platform plugin for vLLM, use --over"
-    )
+    if platform not in known:
+        raise UsageError(
+            f"--platform {platform!r} is not a platform of vLLM or of an installed plugin."
+            f"{closest(platform, known)} Known: {', '.join(known)}. For new hardware, omit it; for "
+            "a device with a platform plugin for vLLM, use --over"
+        )
 
 
-def _no_plugin(platform: str) -> str | None:
-    """Return a problem with the platform of `--over`, or None.
+def _check_plugin(platform: str) -> None:
+    """Check the platform of `--over`.
 
     The device may be absent, because packages are written on any machine.
     """
     if platform in IN_TREE:
-        return f"--over {platform!r}: it is part of vLLM, not of a plugin; use --platform"
+        raise UsageError(
+            f"--over {platform!r}: it is part of vLLM, not of a plugin; use --platform"
+        )
     found = {}
     for entry in entry_points(ENGINE_GROUPS[0]):
         if entry.name != "fl" and entry.dist is not None:
             distribution, release = metadata_of(entry.dist)[0], release_of(entry)
             found[ForeignPlatform(entry.name, distribution, release).name] = release
     if platform in found or platform in PLATFORMS:
-        return None
+        return
     installed = ", ".join(f"{name} ({release})" for name, release in sorted(found.items()))
-    return (
+    raise UsageError(
         f"--over {platform!r}: no installed platform plugin for vLLM has this entry point."
         f"{closest(platform, (*found, *PLATFORMS))} Installed: {installed or 'none'}. Install it "
         "first (pip install --no-deps; the device may be missing), or run this where it is "
