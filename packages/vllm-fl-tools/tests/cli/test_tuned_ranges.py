@@ -25,7 +25,7 @@ def graphs(device: str, mode: Mode, op: str, default: str = "vendor.slow") -> Gr
     subject = TuningSubject("model", ModelSizes(), TOKENS, mode, torch.bfloat16, where, absent)
     fast = Contender("vendor.fast", (silu("vendor.fast", traceable=True),))
     slow = Contender(default, (silu("vendor.slow"),))
-    return GraphPosition(subject, known_contracts().bindings, op, [fast, slow])
+    return GraphPosition(subject, known_contracts().bindings[op], op, [fast, slow])
 
 
 def rows(*ops: GraphPosition) -> list[list[tuple[int, str]]]:

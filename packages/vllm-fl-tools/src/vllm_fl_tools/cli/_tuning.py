@@ -5,11 +5,10 @@ from __future__ import annotations
 import gc
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts import ModelSizes
@@ -89,13 +88,9 @@ class GraphPosition:
     """The position of one op's calls in the graphs that an engine compiles."""
 
     subject: TuningSubject
-    bindings: Mapping[str, Binding]
+    binding: Binding
     op: str
     contenders: Sequence[Contender]
-
-    @property
-    def binding(self) -> Binding:
-        return self.bindings.get(self.op, Binding())
 
     @property
     def traced(self) -> frozenset[str]:
@@ -148,27 +143,20 @@ Measurements = Sequence[tuple[GraphPosition, Sequence["Measured"]]]
 """The measurements of each op, by size."""
 
 
-def edges_by_op(found: Measurements) -> Iterator[tuple[int, ...]]:
-    """Yield for each op the ends of the separately compiled ranges of sizes; empty without a choice
-    by range. They are equal for all ops, which are in the same graphs.
+def rows_by_op(found: Measurements) -> Iterator[tuple[Row, ...]]:
+    """Yield the rows of each op. An op that a winning op fuses keeps the default.
+
+    The ends of separately compiled ranges are equal for all ops, which are in the same graphs.
     """
     from vllm_fl.integration.graphs.ranges import MAX_RANGES
 
-    from ..engine.timing import best_edges
+    from ..engine.timing import best_edges, table_rows
 
     inlined = [(measured, op.bound_to_all) for op, measured in found if op.is_by_range]
     edges = best_edges(inlined, MAX_RANGES)
-    for op, _ in found:
-        yield edges if op.is_by_range else ()
-
-
-def rows_by_op(found: Measurements) -> Iterator[tuple[Row, ...]]:
-    """Yield the rows of each op. An op that a winning op fuses keeps the default."""
-    from ..engine.timing import table_rows
-
     every = [
-        (op, table_rows(measured, op.bound_to_all, edges))
-        for (op, measured), edges in zip(found, edges_by_op(found), strict=True)
+        (op, table_rows(measured, op.bound_to_all, edges if op.is_by_range else ()))
+        for op, measured in found
     ]
     won = [op.binding for op, rows in every if any(row.impl != KEEP_DEFAULT for row in rows)]
     parts = frozenset[str]().union(*map(taken_in, won))
@@ -242,7 +230,7 @@ class Work:
         elif len(kept) < 2:
             why = f"{default} is its only candidate"
         else:
-            graphs = GraphPosition(subject, self._bindings, op, kept)
+            graphs = GraphPosition(subject, self._binding(op), op, kept)
             tuning = OpTuning(
                 spec,
                 kept,
@@ -347,13 +335,18 @@ class Work:
         @contextmanager
         def over(name: str) -> Iterator[None]:
             running[2] = name
-            with _limited(watch, limit, name):
-                yield
+            try:
+                with watch.call(name):
+                    yield
+            except TookTooLong as error:
+                raise TimeoutError(f"timed out after {limit:g} s") from error
 
         def measure(op: str, tokens: int) -> None:
             running[:2] = op, tokens
             watch.begin(f"{op}, {tokens} tokens", self.done + 1)
-            found = self._kept(op, partial(self._tunings[op].measure, tokens))
+            start = time.monotonic()
+            found = self._found[op, tokens] = self._tunings[op].measure(tokens)
+            self._seconds += time.monotonic() - start
             where = f"[{100 * self.done // self.units:3} %] {op}, {tokens} tokens"
             say(f"{where}: {_outcome(found)}", error=True)
 
@@ -362,14 +355,7 @@ class Work:
                 tuning.over = over
                 for tokens in self.subject.tokens:
                     measure(op, tokens)
-                self._forget(tuning)
-
-    def _forget(self, tuning: OpTuning) -> None:
-        import torch
-
-        tuning.forget()
-        if self.subject.mode == "compiled":
-            torch._dynamo.reset()
+                tuning.forget()
 
     # Sizes.
 
@@ -378,17 +364,7 @@ class Work:
         return sorted(found, key=lambda one: one.tokens)
 
     def _graphs(self, op: str) -> GraphPosition:
-        return GraphPosition(self.subject, self._bindings, op, self._tunings[op].contenders)
-
-    def _by_op(self) -> list[tuple[GraphPosition, list[Measured]]]:
-        return [(self._graphs(op), self._of(op)) for op in self._tunings]
-
-    def _kept(self, op: str, measure: Callable[[], Measured]) -> Measured:
-        start = time.monotonic()
-        found = measure()
-        self._seconds += time.monotonic() - start
-        self._found[op, found.tokens] = found
-        return found
+        return GraphPosition(self.subject, self._binding(op), op, self._tunings[op].contenders)
 
     def _products(self, tokens: int) -> float:
         """Return a lower bound of the device time of matrix products in a layer, µs; 0 if unknown.
@@ -411,7 +387,7 @@ class Work:
         from ..operate.identity import device_name
 
         subject = self.subject
-        found, ops = self._by_op(), {}
+        found, ops = [(self._graphs(op), self._of(op)) for op in self._tunings], {}
         for (graphs, measured), rows in zip(found, rows_by_op(found), strict=True):
             tuning = self._tunings[graphs.op]
             figures = tuple(figure for one in measured for figure in one.figures())
@@ -434,16 +410,6 @@ class Work:
             },
             ops,
         )
-
-
-@contextmanager
-def _limited(watch: Watch, limit: float, name: str) -> Iterator[None]:
-    """Limit the duration of an implementation's code in the block. Raises TimeoutError."""
-    try:
-        with watch.call(name):
-            yield
-    except TookTooLong as error:
-        raise TimeoutError(f"timed out after {limit:g} s") from error
 
 
 @contextmanager

@@ -73,7 +73,8 @@ class Bench:
         def once() -> list[float]:
             for _, renew in parts:
                 renew()
-            self._cool()
+            self._flushed.add_(1)  # fills the caches with other data
+            self._wait()
             return [timed() for timed, _ in parts]
 
         return once
@@ -142,17 +143,6 @@ class Bench:
             self._wait()
             medians.append(statistics.median(times) * 1e6)
         return medians
-
-    def launch_of_pytorch(self) -> float:
-        """Return the launch time of a small PyTorch operator."""
-        one = torch.zeros(1, device=self.device)
-        (median,) = self.launch([(one.add_, [(1,)])])
-        return median
-
-    def _cool(self) -> None:
-        """Fill the caches with other data."""
-        self._flushed.add_(1)
-        self._wait()
 
 
 def cold_bytes(device: torch.device) -> int:

@@ -179,6 +179,8 @@ class OpTuning:
         self._functions.clear()
         self._wholes.clear()
         vars(self).pop("_trials", None)
+        if self.mode == "compiled":
+            torch._dynamo.reset()
 
     def _slower(self, parts: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, str]:
         """Return candidate -> a form in which it is slower than the default, and the ratio.
@@ -216,7 +218,7 @@ class OpTuning:
             for c in self.contenders
             if self._is_traced(c) and (c.bare or not any(map(is_opaque, c.impls)))
         }
-        plain = [bench.launch_of_pytorch()] * len(self.forms)
+        plain = bench.launch([(torch.zeros(1, device=self.device).add_, [(1,)])]) * len(self.forms)
         hosts: dict[str, Sequence[float]] = {}
         for name in found.times:
             with self._rejecting(name, found.tokens, found, "was launched"):
