@@ -24,7 +24,6 @@ from vllm_fl import Finding
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan
-from vllm_fl.integration import compat
 from vllm_fl_tools.cli import _checks, _child, _engine, _environment, _progress, doctor
 from vllm_fl_tools.cli._environment import torch_build
 from vllm_fl_tools.cli.doctor import run_check
@@ -424,13 +423,9 @@ class TestInstalled:
         variables = {"VLLM_PLUGINS": finding["todo"].partition("=")[2]}
         assert not found(fl("doctor", "--json", VLLM_FL_PLUGINS="", **variables), "engine")
 
-    def test_a_variable_that_vllm_no_longer_reads(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        monkeypatch.setattr(compat, "vllm_folders", lambda: [tmp_path])
+    def test_a_variable_that_vllm_no_longer_reads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(_checks, "vllm_release", lambda: ("vllm", "0.32.0"))
         monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "FLASH_ATTN")
-        monkeypatch.setenv("VLLM_USE_TRTLLM_ATTENTION", "1")
-        (tmp_path / "envs.py").write_text('"VLLM_USE_TRTLLM_ATTENTION": lambda: None')
         ((what, why, todo),) = _checks.moved_variables()
         assert what == "VLLM_ATTENTION_BACKEND=FLASH_ATTN has no effect."
         assert "--attention-config.backend FLASH_ATTN" in why

@@ -223,13 +223,10 @@ def vllm_plugins() -> Iterator[Defect]:
 
 
 def moved_variables() -> Iterator[Defect]:
-    """Find variables that vLLM no longer reads."""
-    from vllm_fl.integration.compat import vllm_folders
-
+    """Find variables that no supported vLLM reads."""
     for name, field in MOVED.items():
         value = os.environ.get(name)
-        folders = vllm_folders() if value else []
-        if any(f'"{name}"' not in (each / "envs.py").read_text("utf-8") for each in folders):
+        if value and vllm_release() is not None:
             yield (
                 f"{name}={value} has no effect.",
                 f"The installed vLLM no longer reads it. Set --attention-config.{field} {value} "
