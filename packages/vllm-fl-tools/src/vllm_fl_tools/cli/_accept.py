@@ -260,8 +260,8 @@ def compare_engines(path: str, model: str, more: Sequence[str], rounds: int) -> 
                         timed = dataclasses.replace(_part(visit), seed=f"{phase} {number} {turn}")
                         for name in order if (number + turn) % 2 == 0 else reversed(order):
                             steps[name] += _visit(engines[name], timed)["steps"]
-                    for name, of_engine in steps.items():
-                        seconds.setdefault((name, phase), []).append(_of_steps(of_engine))
+                    for name, of_engine in steps.items():  # other load only makes steps longer
+                        seconds.setdefault((name, phase), []).append(quartiles(of_engine)[0])
                 say(f"startup {start + 1} of {STARTS}: round {number + 1} of {rounds}", error=True)
             tokens.append(answered)
     return Served(seconds, tokens, digests, phases)
@@ -302,7 +302,7 @@ def _warmed_up(engine: EngineProcess, phases: Mapping[str, Visit]) -> dict[str, 
     for phase, visit in phases.items():
         for number in range(2):
             done = _visit(engine, dataclasses.replace(visit, seed=f"warm {phase} {number}"))
-        found[phase] = _of_steps(done["steps"])
+        found[phase] = quartiles(done["steps"])[0]
     return found
 
 
@@ -320,12 +320,6 @@ def _fitted(
         else:
             fitted[phase] = dataclasses.replace(visit, times=steps)
     return fitted
-
-
-def _of_steps(steps: Sequence[float]) -> float:
-    """Return the lower quartile of the steps, because other load only makes steps longer."""
-    ordered = sorted(steps)
-    return ordered[len(ordered) // 4]
 
 
 @contextlib.contextmanager

@@ -425,14 +425,10 @@ def _lost_finding(crumb: Crumb) -> Finding:
     return Finding("ended", f"An earlier {crumb}.", why, f"rm {quoted(str(crumb.file))}")
 
 
-def _modules() -> list[str]:
-    """Return the modules that the user configured as plugins."""
-    return [*map(str.strip, os.environ.get(Settings.plugin_modules.variable, "").split(","))]
-
-
 def _plugin_finding(name: str, error: PluginError) -> Finding:
     todo = f"pip install --force-reinstall --no-deps {error.distribution}"
     if not error.distribution:  # the plugin's name is its module
-        rest = [each for each in _modules() if each and each.partition(":")[0] != name]
+        modules = map(str.strip, os.environ.get(Settings.plugin_modules.variable, "").split(","))
+        rest = [each for each in modules if each and each.partition(":")[0] != name]
         todo = exported(Settings.plugin_modules.variable, ",".join(rest))
     return Finding("plugins", f"The plugin {name!r} failed.", str(error), todo)

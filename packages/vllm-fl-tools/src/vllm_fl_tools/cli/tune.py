@@ -11,7 +11,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, ExitStack, redirect_stdout
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     device = device_of(arguments.device)
     subject = _subject(arguments, asked, bindings, device)
     with ExitStack() as stack:
-        stack.enter_context(_threads(device))
+        stack.enter_context(_host_threads(device))
         stack.enter_context(ended_by_signal())
         work = Work(manager, subject, bindings, ops=arguments.op, impls=arguments.impl)
         try:
@@ -113,7 +113,12 @@ def run(arguments: argparse.Namespace) -> int:
             why = f"cannot write {error.filename or out}: {error.strerror or error}"
             say(f"vllm-fl: {why}", error=True)
             return 1
-    remarks = [*work.remarks, *_of_device(work.subject, table)]
+    remarks = [*work.remarks]
+    if of_device := [op for op in subject.ordered if op in table.ops]:
+        remarks.append(
+            f"Without a table, engines on this device use orders that are shipped for it, for "
+            f"{', '.join(of_device)}. The default and the ratios here exclude these orders."
+        )
     facts = {"path": str(out), "remarks": remarks, "measurements": work.done}
     print_answer(
         {**facts, "table": asdict(table)},
@@ -171,29 +176,16 @@ def _subject(
     )
 
 
-def _of_device(subject: TuningSubject, table: Tuned) -> Iterator[str]:
-    """Yield a remark if engines on this device have another default."""
-    if ops := [op for op in subject.ordered if op in table.ops]:
-        yield (
-            f"Without a table, engines on this device use orders that are shipped for it, for "
-            f"{', '.join(ops)}. The default and the ratios here exclude these orders."
-        )
-
-
-@contextmanager
-def _threads(device: torch.device) -> Iterator[None]:
+def _host_threads(device: torch.device) -> AbstractContextManager[None]:
     """Limit the host's threads during the block, unless the device is a CPU."""
+    import torch
+
     from vllm_fl_verify.preflight import host_threads
 
     if device.type == "cpu":
-        import torch
-
         threads = torch.get_num_threads()
         say(f"vllm-fl: using {threads} threads; OMP_NUM_THREADS changes that", error=True)
-        yield
-    else:
-        with host_threads(device):
-            yield
+    return host_threads(device)
 
 
 def _sizes(largest: int, captured: int) -> tuple[int, ...]:

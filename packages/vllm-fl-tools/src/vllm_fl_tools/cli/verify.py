@@ -14,14 +14,13 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts import OpSpec
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.integration.targets import all_bindings
@@ -219,6 +218,10 @@ class _Work:
         self._given_up: Counter[tuple[str, str]] = Counter()
 
     def run(self, watch: Watch) -> None:
+        import torch
+
+        from vllm_fl_verify.trials import Trials
+
         for number, (impl, dtype) in enumerate(self.units, 1):
             spec = self.specs[impl.op_name]
             unit = f"{impl.op_name} {impl.impl_id} {dtype}"
@@ -226,7 +229,7 @@ class _Work:
             # If a kernel ends the process, the last line identifies it.
             say(f"[{number}/{len(self.units)}] {unit}", error=True)
             start = time.perf_counter()
-            trials = self._trials(spec, dtype)
+            trials = Trials(spec, getattr(torch, dtype), self.device, self.sizes, seed=0)
             comparisons = list(self._compare_all(impl, dtype, trials, watch))
             seconds = time.perf_counter() - start
             sound = all(c.status in ("ok", "refused") for c in comparisons)
@@ -240,13 +243,6 @@ class _Work:
                     "seconds": round(seconds, 3),
                 }
             )
-
-    def _trials(self, spec: OpSpec, dtype: str) -> Trials:
-        import torch
-
-        from vllm_fl_verify.trials import Trials
-
-        return Trials(spec, getattr(torch, dtype), self.device, self.sizes, seed=0)
 
     def _same_bits(self, impl: OpImpl, trials: Trials, watch: Watch) -> dict[str, Any]:
         """Return whether results are bitwise equal in other runs and batches, as JSON data."""
@@ -274,12 +270,10 @@ class _Work:
         def raised(sample: str, reason: str, error: Exception | None = None) -> Comparison:
             return Comparison(*key, sample, dtype_name, "raised", reason=reason, error=error)
 
-        samples, how = (
-            tried(spec, dtype, self.device),
-            self.replay.compare if self.replay else compare,
-        )
+        samples = tried(spec, dtype, self.device)
+        how: Callable[..., Comparison] = compare
         if self.replay is not None:
-            samples = iter((self.replay.sample,))
+            samples, how = iter((self.replay.sample,)), self.replay.compare
         compared = []
         while True:
             if self._given_up[key] >= GIVEN_UP:

@@ -26,6 +26,7 @@ from vllm_fl.plugins.types import OpImpl
 from vllm_fl.text import quote
 from vllm_fl_verify.graphs import without_graphs
 from vllm_fl_verify.replacing import replacing
+from vllm_fl_verify.verification import synchronise
 
 from ..operate.identity import device_name
 
@@ -207,12 +208,12 @@ class _Window:
         activities = {ProfilerActivity.CPU} if on_host else supported_activities()
         self._stack.enter_context(_labels(self.worker))
         self._stack.enter_context(without_graphs(getattr(self.worker, "model_runner", None)))
-        _synchronize(self.worker.device)
+        synchronise(self.worker.device)
         self.profile = profile(activities=activities)
         self.profile.start()
 
     def _stop(self) -> None:
-        _synchronize(self.worker.device)
+        synchronise(self.worker.device)
         try:
             self.profile.stop()
         finally:
@@ -231,11 +232,6 @@ def _decodes(scheduled: Any) -> bool:
     drafted: Mapping[str, Any] = getattr(scheduled, "scheduled_spec_decode_tokens", None) or {}
     counts: Mapping[str, int] = scheduled.num_scheduled_tokens
     return all(count <= 1 + len(drafted.get(of, ())) for of, count in counts.items())
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize()
 
 
 def _seen(events: Iterable[Any]) -> dict[str, Any]:
