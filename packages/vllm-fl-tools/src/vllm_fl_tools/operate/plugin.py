@@ -42,7 +42,7 @@ def inspect_plan(engine: Any, moment: Moment) -> Mapping[Key, Objection] | None:
 
         if Lock not in engine.state:
             facts = facts_of_lock(engine.facts, engine.config, engine.device)
-            lock = engine.state[Lock] = Lock(engine, facts)
+            lock = engine.state[Lock] = Lock(engine, settings.locked, facts)
             engine.on_serving(lock.compare_plan)
             lock.compare_facts()
     return None
