@@ -294,9 +294,7 @@ def _prompts(model: str, path: str) -> list[list[int]]:
     except ValueError:
         ids = None
     if isinstance(ids, list):
-        if not ids or not all(isinstance(each, list) and each for each in ids):
-            raise UsageError(f"--prompts {path}: expected a list of lists of token ids")
-        if not all(type(token) is int for each in ids for token in each):
+        if not ids or not all(isinstance(e, list) and {*map(type, e)} == {int} for e in ids):
             raise UsageError(f"--prompts {path}: expected a list of lists of token ids")
         return ids
     lines = [line for line in map(str.strip, text.splitlines()) if line]
