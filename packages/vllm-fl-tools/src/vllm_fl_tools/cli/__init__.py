@@ -96,7 +96,7 @@ def _answer(argv: Sequence[str] | None) -> int:
     ends = argv is None and arguments.verb in READING
     if ends:
         gc.disable()
-    with answering(), progress(arguments.verb, forks=arguments.verb == "doctor"):
+    with answering(), progress(arguments.verb, forks=arguments.verb in ("bisect", "doctor")):
         status: int = arguments.run(arguments)
     sys.stdout.flush()
     if ends:

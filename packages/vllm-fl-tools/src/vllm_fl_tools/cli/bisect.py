@@ -36,13 +36,12 @@ from ._engines import (
     START_TIMEOUT,
     EngineProcess,
     check_model,
-    engine_startup,
     has_weights,
     running_engine,
 )
 from ._options import positive_seconds
-from ._parts import Changes, listed
-from ._progress import doing
+from ._parts import Changes, Parts, listed
+from ._progress import doing, progress
 from ._show import UsageError, print_answer, print_table, say
 from ._watch import INTERRUPTED, ended_by_signal
 
@@ -115,8 +114,10 @@ def run(arguments: argparse.Namespace) -> int:
     with ExitStack() as stack:
         stack.enter_context(ended_by_signal())
         folder = stack.enter_context(tempfile.TemporaryDirectory())
+        parts = listed()
+        stack.enter_context(progress(arguments.verb))  # after the fork
         search = _startups if arguments.startup else _outputs
-        facts = search(arguments, folder)
+        facts = search(arguments, parts, folder)
     if facts is None:
         return INTERRUPTED
     facts = {"model": arguments.model, **facts, "seconds": time.monotonic() - started}
@@ -179,9 +180,7 @@ def show(facts: Mapping[str, Any]) -> None:
 # Startups.
 
 
-def _startups(arguments: argparse.Namespace, folder: str) -> dict[str, Any] | None:
-    parts = listed(os.environ)
-
+def _startups(arguments: argparse.Namespace, parts: Parts, folder: str) -> dict[str, Any] | None:
     def start(
         name: str, off: Collection[str], blocking: bool, limit: float | None
     ) -> dict[str, Any]:
@@ -212,7 +211,7 @@ def _startups(arguments: argparse.Namespace, folder: str) -> dict[str, Any] | No
 # Outputs.
 
 
-def _outputs(arguments: argparse.Namespace, folder: str) -> dict[str, Any] | None:
+def _outputs(arguments: argparse.Namespace, parts: Parts, folder: str) -> dict[str, Any] | None:
     model, against = arguments.model, arguments.against
     if arguments.more:
         more = " ".join(arguments.more)
@@ -223,7 +222,6 @@ def _outputs(arguments: argparse.Namespace, folder: str) -> dict[str, Any] | Non
         )
     if against not in (STOCK_NAME, REFERENCE) and not Path(against).is_file():
         raise UsageError(f"--against {against}: expected stock, reference or a settings file")
-    engine_startup()
     impls = get_default_manager().registry.snapshot().impls_by_op.values()
     plain = any(impl.kind is BackendImplKind.REFERENCE for of_op in impls for impl in of_op)
     if against == REFERENCE and not plain:
@@ -271,7 +269,7 @@ def _outputs(arguments: argparse.Namespace, folder: str) -> dict[str, Any] | Non
         ) as engine:
             yield engine
 
-    search = Outputs(start, draw, lambda: listed(os.environ))
+    search = Outputs(start, draw, parts)
     finding = _finding(search)
     return finding and {
         **finding,
