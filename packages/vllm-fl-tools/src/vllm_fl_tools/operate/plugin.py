@@ -6,7 +6,7 @@ import atexit
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Any
 
 from vllm_fl.hookspecs import hookimpl
@@ -72,9 +72,5 @@ def _files(engine: Any, metrics: str) -> Iterator[None]:
     def differs() -> list[str]:
         return engine.state[Lock].differs if Lock in engine.state else []
 
-    with report_session(engine, metrics, differs):
-        file = metrics_file(engine, metrics, differs)
-        try:
-            yield
-        finally:
-            file.close()
+    with report_session(engine, metrics, differs), closing(metrics_file(engine, metrics, differs)):
+        yield
