@@ -460,25 +460,20 @@ class OpTuning:
             self._with_own([laid, *(self._laid(form, tokens, n) for n in range(1, calls))])
             for form, laid in zip(self.forms, first, strict=True)
         ]
+        args = [[laid.args for laid in of_form] for of_form in sets]
         for name, served in sound.items():
             if name not in found.rejected:
                 with self._rejecting(name, tokens, found, "was prepared for timing"):
-                    self._make_ready(bench, name, served, sets)
+                    forms = [
+                        (one.timed, of_form, self._renew(one, laid))
+                        for one, of_form, laid in zip(served, args, sets, strict=True)
+                    ]
+                    bench.timers[name] = partial(self._sum, bench, name, bench.timer(forms))
+                    launched = [
+                        (one.launched, of_form) for one, of_form in zip(served, args, strict=True)
+                    ]
+                    bench.launches[name] = partial(bench.launch, launched)
         return bench
-
-    def _make_ready(
-        self, bench: Bench, name: str, served: Sequence[_Served], sets: Sequence[Sequence[_Laid]]
-    ) -> None:
-        args = [[laid.args for laid in of_form] for of_form in sets]
-        timer = bench.timer(
-            [
-                (one.timed, of_form, self._renew(one, laid))
-                for one, of_form, laid in zip(served, args, sets, strict=True)
-            ]
-        )
-        bench.timers[name] = partial(self._sum, bench, name, timer)
-        calls = [(one.launched, of_form) for one, of_form in zip(served, args, strict=True)]
-        bench.launches[name] = partial(bench.launch, calls)
 
     def _with_own(self, sets: Sequence[_Laid]) -> list[_Laid]:
         """Return the calls with weights that rotate between copies.
