@@ -69,7 +69,7 @@ class Startups:
 
     def changes(self, off: Collection[str]) -> Changes:
         """Return the settings that disable these parts, and the parts that depend on them."""
-        gone = {*off, *(below for key in off for below in self._parts.beneath.get(key, ()))}
+        gone = {*off, *(below for key in off for below in self._parts.below.get(key, ()))}
         return self._parts.changes(gone)
 
     def search(self) -> Result:
@@ -113,7 +113,7 @@ class Startups:
                 tried[gone] = self._try(name, gone | {*off})
             return tried[gone]
 
-        return search(parts, trial, self._parts.beneath)
+        return search(parts, trial, self._parts.below)
 
     def _again(self) -> bool:
         return bool(self._try("as configured, again", ()).how)
@@ -129,13 +129,14 @@ class Startups:
         except UsageError as error:
             if self._stock is None:
                 raise
-            return self._verdict("ended", error.message)  # stock vLLM accepted the arguments
+            why = error.message  # stock vLLM accepted the arguments
+            return Verdict("ended", why, self._parts.likely(why))
         if self._stock is None:
             self._stock = score
             took = time.monotonic() - started
             self._limit = self._limit or max(LEAST_LIMIT, TIMES * took)
         why = fault(self._stock, score)
-        return self._verdict("wrong" if why else "", why)
+        return Verdict("wrong" if why else "", why, self._parts.likely(why))
 
     def _failed(self, error: EngineError) -> Verdict:
         raised, names = read_log(error.log)
@@ -146,9 +147,6 @@ class Startups:
             why += f", while running {error.ran}"
         how = "hung" if error.hung else "ended"
         return Verdict(how, why, self._parts.likely(f"{raised} {error.ran}", names))
-
-    def _verdict(self, how: str, why: str) -> Verdict:
-        return Verdict(how, why, self._parts.likely(why))
 
 
 def fault(stock: Score, other: Score) -> str:

@@ -18,7 +18,6 @@ import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -171,15 +170,10 @@ class Parts:
             ordered += [plugin, *(part for part in every if part.of == plugin.name)]
         ordered += [part for part in every if part.of is None and part.kind == OP]
         self.by_key = {part.key: part for part in ordered}
-
-    @cached_property
-    def beneath(self) -> dict[str, list[str]]:
-        """Plugin -> its parts."""
-        found: dict[str, list[str]] = {}
-        for part in self.by_key.values():
+        self.below: dict[str, list[str]] = {}  # plugin -> its parts
+        for part in ordered:
             if part.of is not None:
-                found.setdefault(f"{PLUGIN} {part.of}", []).append(part.key)
-        return found
+                self.below.setdefault(f"{PLUGIN} {part.of}", []).append(part.key)
 
     def without(self, on: Iterable[str]) -> frozenset[str]:
         """Return the parts that are disabled if only these parts and their plugins are on."""

@@ -13,8 +13,8 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -243,8 +243,7 @@ def _outputs(arguments: argparse.Namespace, parts: Parts, folder: str) -> dict[s
                 )
         return prompts
 
-    @contextmanager
-    def start(kind: str, changes: Changes) -> Iterator[EngineProcess]:
+    def start(kind: str, changes: Changes) -> AbstractContextManager[EngineProcess]:
         is_disabled = kind != PLANNED and (
             against == STOCK_NAME or (kind == EXACT and against != REFERENCE)
         )
@@ -264,10 +263,8 @@ def _outputs(arguments: argparse.Namespace, parts: Parts, folder: str) -> dict[s
         if is_disabled:
             environment[Settings.enabled.variable] = "0"
         name = _name(kind, against, [*changes.orders, *changes.values])
-        with running_engine(
-            name, model, options, {**environment, **ALIKE}, steps_aside=is_disabled
-        ) as engine:
-            yield engine
+        environment |= ALIKE
+        return running_engine(name, model, options, environment, steps_aside=is_disabled)
 
     search = Outputs(start, draw, parts)
     finding = _finding(search)
