@@ -99,7 +99,8 @@ class Startups:
         if not asked.how:
             return "right", []
         status, found = self._among(by_key, {frozenset(): asked})
-        if status != "found" and not all(self._again() for _ in range(REPEATS)):
+        again = (self._try("as configured, again", ()).how for _ in range(REPEATS))
+        if status != "found" and not all(again):
             status = "unsteady"
         return status, found
 
@@ -114,9 +115,6 @@ class Startups:
             return tried[gone]
 
         return search(parts, trial, self._parts.below)
-
-    def _again(self) -> bool:
-        return bool(self._try("as configured, again", ()).how)
 
     def _try(self, name: str, off: Collection[str]) -> Verdict:
         """Start an engine without some parts, and return the verdict."""
@@ -158,8 +156,7 @@ def fault(stock: Score, other: Score) -> str:
         same = next((n for n, (a, b) in enumerate(pairs) if a != b), len(tokens) - 1)
         theirs += stock["decode"][number][: same + 1]
         ours += other["decode"][number][: same + 1]
-    broken = sum(not math.isfinite(value) for value in ours)
-    if broken:
+    if broken := sum(not math.isfinite(value) for value in ours):
         return f"{broken} of {len(ours)} log-probabilities are not finite"
     differences = [abs(a - b) for a, b in zip(theirs, ours, strict=True)]
     median = statistics.median(differences)

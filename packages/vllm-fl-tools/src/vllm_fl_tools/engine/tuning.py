@@ -338,8 +338,7 @@ class OpTuning:
             try:
                 result = each_part(served.call(*args), partial(_within, args))
             except Exception as error:
-                refusal = refusal_reason(error)
-                if refusal:
+                if refusal := refusal_reason(error):
                     raise NotImplementedError(refusal) from None
                 raise
             return each_part(result, partial(_laid_out, args)) if served.bare else result
@@ -366,7 +365,7 @@ class OpTuning:
         plan = Plan(self.mode, {op: entry}, strict=True, contracts={op: self.spec})
         if self.mode == "compiled" and self._is_traced(contender):
             function = plan.as_compiled(op, impl)
-            if self._captures and is_opaque(impl):
+            if self.device.type == "cuda" and is_opaque(impl):  # timed as the replay of a graph
                 return function, function  # compiling does not change an opaque operator
             return self._compiled(function, form), function
         if contender.bare or impl.needs_layer:
@@ -374,11 +373,6 @@ class OpTuning:
         else:
             function = call_guard(plan.chain(op, self.spec.consumable))
         return function, function
-
-    @property
-    def _captures(self) -> bool:
-        """Whether calls are timed as the replay of a graph, which excludes Python."""
-        return self.mode == "compiled" and self.device.type == "cuda"
 
     def _is_traced(self, contender: Contender) -> bool:
         return self.traced is None or contender.name in self.traced
