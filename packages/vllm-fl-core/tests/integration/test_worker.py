@@ -25,7 +25,7 @@ from vllm.config.kernel import IrOpPriorityConfig
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm
 from vllm.platforms import current_platform
 from vllm_fl.dispatch import reset_default_manager, reset_global_policy
-from vllm_fl_tools.operate.state_file import StateFile
+from vllm_fl_tools.operate import state_file
 from vllm_fl.errors import PolicySealedError
 from vllm_fl.integration.carried import Carried
 from vllm_fl.integration.worker import PlannedWorker
@@ -98,7 +98,7 @@ except MemoryError:
 assert "plan" not in config.additional_config["vllm_fl"]
 if "METRICS" in os.environ:
     config.parallel_config.data_parallel_index = 2
-    StateFile.__init__.__kwdefaults__["every"] = 3600.0
+    state_file.INTERVAL = 3600.0
 worker = planned(Worker)
 worker.init_device()
 assert worker.load_model(load_dummy_weights=True) == "loaded"
@@ -109,8 +109,8 @@ output = {
     "reset": [],
 }
 if "METRICS" in os.environ:
-    files = (t for t in gc.get_objects() if isinstance(t, StateFile) and not t._is_closed)
-    (file,) = (each for each in files if each.path.suffix == ".prom")
+    found = (t for t in gc.get_objects() if isinstance(t, state_file.StateFile))
+    (file,) = (t for t in found if not t._is_closed and t.path.suffix == ".prom")
     while not file.path.exists():
         assert file._thread.is_alive()
         time.sleep(0.01)

@@ -70,7 +70,7 @@ class Machine:
             self.running -= 1
 
     def run(self) -> tuple[str, list[Culprit], Outputs]:
-        search = Outputs(self.start, lambda vocabulary: [[3, 4, vocabulary]], lambda: PARTS)
+        search = Outputs(self.start, lambda vocabulary: [[3, 4, vocabulary]], PARTS)
         return *search.search(), search
 
 

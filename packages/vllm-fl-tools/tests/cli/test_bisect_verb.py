@@ -76,19 +76,20 @@ def settings():
 def register_ops():
     return [OpImpl("silu_and_mul", "reference.torch", BackendImplKind.REFERENCE, silu_and_mul)]
 """
-LISTING = """
-import json, os, sys
 
-listing = {"enabled": True, "plugins": {"{plugin}": {"release": "acme", "module": True}}}
-listing |= {"lists": {"vendor_acme_off": {"variable": "ACME_OFF", "names": [], "allows": False}}}
-listing |= {"remarks": [], "parts": []}
-for name in ("add", "mm", "sort", "topk"):
-    part = {"kind": "name", "name": name, "what": f"operator {name}", "of": "{plugin}"}
-    listing["parts"].append({**part, "setting": "vendor_acme_off"})
-with open(sys.argv[1], "w") as file:
-    json.dump(listing, file)
-"""
-"""The result of `_list_parts` for the plugin; the real one takes seconds to import torch."""
+
+def listing(plugin: str) -> dict[str, Any]:
+    """The result of `_list_parts` for the plugin; the real one takes seconds to import torch."""
+    part = {"kind": "name", "of": plugin, "setting": "vendor_acme_off"}
+    names = ("add", "mm", "sort", "topk")
+    return {
+        "enabled": os.environ.get("VLLM_FL_PREFER_ENABLED") != "0",
+        "plugins": {plugin: {"release": "acme", "module": True}},
+        "lists": {"vendor_acme_off": {"variable": "ACME_OFF", "names": [], "allows": False}},
+        "remarks": [],
+        "parts": [{**part, "name": name, "what": f"operator {name}"} for name in names],
+    }
+
 
 NORM = "ops['rms_norm'] == 'vendor.acme'"
 ENDS_IN_MM = "if 'mm' in on: raise RuntimeError('no such kernel')"
@@ -100,11 +101,10 @@ def bisect(fl: Command, plugin: Plugin, tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "model" / "model.safetensors").write_text("")
-    script, listing = tmp_path / "engine.py", tmp_path / "listing.py"
+    script, name = tmp_path / "engine.py", plugin(PLUGIN)
     monkeypatch.setattr(_engines, "COMMAND", (sys.executable, str(script)))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    listing.write_text(LISTING.replace("{plugin}", plugin(PLUGIN)))
 
     def run(
         *arguments: str,
@@ -121,7 +121,7 @@ def bisect(fl: Command, plugin: Plugin, tmp_path: Path, monkeypatch: pytest.Monk
         (tmp_path / "started").write_text("")
         with monkeypatch.context() as patch:
             if not real:
-                patch.setattr(_parts, "COMMAND", (sys.executable, str(listing)))
+                patch.setattr(_parts, "listing", lambda: listing(name))
             return fl("bisect", "--model", "model", *arguments, **variables)
 
     return run
@@ -280,7 +280,7 @@ def test_an_interrupt(bisect: Any) -> None:
 def test_usage(bisect: Any, fl: Command, tmp_path: Path) -> None:
     for arguments, variables, problem in (
         (("--against", "stok"), {}, "expected stock, reference or a settings file"),
-        ((), {"VLLM_FL_PREFER_ENABLED": "0"}, "there is no plan"),
+        ((), {"VLLM_FL_PREFER_ENABLED": "0"}, "so vllm-fl has no plan"),
         (("--against", "reference"), {"VLLM_FL_PLUGIN_MODULES": ""}, "provides a reference"),
         (("--prompts", "nowhere"), {}, "nowhere: cannot be read"),
         (("--enforce-eager",), {}, "vLLM's arguments need --startup"),

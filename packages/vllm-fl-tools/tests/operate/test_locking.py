@@ -53,14 +53,16 @@ def lock_of(tmp_path: Path, rank: int, by_rank: list[list[str]], mode: str = "")
     settings = load_settings({"VLLM_FL_LOCK": f"{mode}{path}"})
     facts = SimpleNamespace(settings=settings)
     engine: Any = SimpleNamespace(facts=facts, rank=rank, gather=lambda what, mine: by_rank)
-    return Lock(engine, FACTS)
+    return Lock(engine, engine.facts.settings.locked, FACTS)
 
 
 @pytest.mark.parametrize(("remark", "verdict"), [(VERIFIED_BEFORE, "kept"), ("seed 7", "fresh")])
 def test_a_lock_records_whether_a_verdict_was_kept(remark: str, verdict: str) -> None:
     remarks, plan = {Moment.PLANNED: [remark]}, SimpleNamespace(entries={})
     engine: Any = SimpleNamespace(disabled={}, plan=plan, digest="f00d", remarks=remarks, state={})
-    assert Lock(engine, FACTS).to_json()["result"]["verdict"] == verdict
+    assert (
+        Lock(engine, engine.facts.settings.locked, FACTS).to_json()["result"]["verdict"] == verdict
+    )
 
 
 def test_all_ranks_end_with_the_differences_of_each(tmp_path: Path) -> None:

@@ -165,12 +165,13 @@ def test_the_alerts_fire_when_they_should() -> None:
 
 
 @pytest.fixture
-def writing() -> Iterator[Callable[..., StateFile]]:
-    """`writing(path, …)`: a file of a plan, closed at the end."""
+def writing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., StateFile]]:
+    """`writing(path, …)`: a file of a plan, written all the time, closed at the end."""
+    monkeypatch.setattr(state_file, "INTERVAL", 0.01)
     files: list[StateFile] = []
 
     def started(path: Path, **options: Any) -> StateFile:
-        plan = options.pop("plan", None) or planned()[0]
+        plan = options.get("plan") or planned()[0]
         engine: Any = SimpleNamespace(
             plan=plan,
             digest="f00d",
@@ -179,7 +180,7 @@ def writing() -> Iterator[Callable[..., StateFile]]:
             facts=SimpleNamespace(settings=SimpleNamespace(shadow=None)),
             state={},
         )
-        files.append(metrics_file(engine, str(path), lambda: [], **options))
+        files.append(metrics_file(engine, str(path), lambda: []))
         return files[-1]
 
     yield started
@@ -211,7 +212,7 @@ def test_who_reads_it_finds_it_whole_and_may_read_it(
     tmp_path: Path, writing: Callable[..., StateFile]
 ) -> None:
     plan, bound = planned()
-    file = writing(tmp_path / "vllm.prom", plan=plan, every=0.01)
+    file = writing(tmp_path / "vllm.prom", plan=plan)
     until(file.path.exists, "it is written")
     with file.path.open() as opened:
         bound(X)
@@ -229,9 +230,7 @@ def test_who_reads_it_finds_it_whole_and_may_read_it(
 @pytest.mark.parametrize("stays", [False, True])
 def test_a_file_is_written_at_once_when_what_is_so_has_changed(tmp_path: Path, stays: bool) -> None:
     path, now = tmp_path / "chat.json", {"state": "starting"}
-    file = StateFile(
-        "VLLM_FL_METRICS", path, path, lambda: json.dumps(now), every=3600, stays=stays
-    )
+    file = StateFile(path, path, lambda: json.dumps(now), stays=stays)
     until(path.exists, "it is written")
     now["state"] = "serving"
     file.renew()
@@ -261,7 +260,7 @@ def test_a_file_that_cannot_be_written_is_said_once_and_tried_again(
     tmp_path: Path, writing: Callable[..., StateFile], caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "missing"
-    file = writing(folder / "vllm.prom", every=0.01)
+    file = writing(folder / "vllm.prom")
     until(lambda: said(caplog), "it is said")
     time.sleep(0.1)
     (line,) = said(caplog)

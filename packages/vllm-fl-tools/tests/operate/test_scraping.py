@@ -96,7 +96,7 @@ def test_a_scrape_has_the_counts_of_now(tmp_path: Path) -> None:
     named, count = tmp_path / "chat.prom", [0]
     scraped = Scraped(str(named))
     own = tmp_path / "chat.rank0.prom"
-    file = StateFile("VLLM_FL_METRICS", named, own, lambda: text(0, count[0]), every=3600)
+    file = StateFile(named, own, lambda: text(0, count[0]))
     try:
         for count[0] in range(5):
             assert samples(scraped).get("0", 0) == count[0]
@@ -108,8 +108,7 @@ def test_a_scrape_has_the_counts_of_now(tmp_path: Path) -> None:
 def test_a_first_count_is_written_at_once(tmp_path: Path) -> None:
     path, count = tmp_path / "chat.rank0.prom", [0]
     file = StateFile(
-        *("VLLM_FL_METRICS", tmp_path / "chat.prom", path, lambda: text(0, count[0])),
-        every=3600,
+        *(tmp_path / "chat.prom", path, lambda: text(0, count[0])),
         has_counted=lambda: bool(count[0]),
     )
     for count[0] in (0, 7):

@@ -131,7 +131,7 @@ def test_what_is_wrong_in_one_row_of_a_batch_is_seen_at_start(op: str, count: in
 def test_the_dtypes_of_a_contract_are_what_is_run() -> None:
     for op, fn in RIGHT:
         dtypes = known_contracts().contracts[op].dtypes
-        assert Subject(impl_of(op, fn), CPU).dtypes == dtypes
+        assert Subject(impl_of(op, fn), CPU).spec.dtypes == dtypes
         assert {name.partition(",")[0] for name in compared(impl_of(op, fn))} == set(dtypes)
 
 

@@ -8,7 +8,7 @@ import gc
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from vllm_fl.errors import SettingsError, UnknownOpError, VllmFLError
 from vllm_fl.plugins.registry import known_contracts
@@ -53,7 +53,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 for success; 1 for a finding, such as a failed plugin or an op without implementation; 2
         for invalid usage or an invalid setting; 130 for Ctrl-C.
     """
-    return _status_of(lambda: _answer(argv))
+    try:
+        return _answer(argv)
+    except BrokenPipeError:  # `vllm-fl plan | head`
+        sys.stderr.close()
+        return GOOD
+    except VllmFLError as error:  # before OSError, because some errors are both
+        say(f"vllm-fl: {clean(str(error), INDENTED)}", error=True)
+        if isinstance(error, UsageError):  # the message is sufficient
+            return USAGE
+        say(error.more, error=True)
+        return USAGE if isinstance(error, SettingsError | UnknownOpError) else FINDING
+    except OSError as error:  # for example, the disk of the output is full
+        if error.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG):
+            raise
+        say(f"vllm-fl: cannot write the output: {error.strerror}", error=True)
+        # The interpreter would write the rest of the buffer again when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FINDING
+    except KeyboardInterrupt:
+        say("vllm-fl: interrupted", error=True)
+        return INTERRUPTED
 
 
 def _answer(argv: Sequence[str] | None) -> int:
@@ -76,7 +96,7 @@ def _answer(argv: Sequence[str] | None) -> int:
     ends = argv is None and arguments.verb in READING
     if ends:
         gc.disable()
-    with answering(), progress(arguments.verb, forks=arguments.verb == "doctor"):
+    with answering(), progress(arguments.verb, forks=arguments.verb in ("bisect", "doctor")):
         status: int = arguments.run(arguments)
     sys.stdout.flush()
     if ends:
@@ -123,31 +143,6 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
         sub.epilog = "\n".join(filter(None, [sub.epilog, example]))
         sub.set_defaults(run=verb.run)
     return parser
-
-
-def _status_of(answer: Callable[[], int]) -> int:
-    """Call `answer`, print its exception if it raises, and return the exit status."""
-    try:
-        return answer()
-    except BrokenPipeError:  # `vllm-fl plan | head`
-        sys.stderr.close()
-        return GOOD
-    except VllmFLError as error:  # before OSError, because some errors are both
-        say(f"vllm-fl: {clean(str(error), INDENTED)}", error=True)
-        if isinstance(error, UsageError):  # the message is sufficient
-            return USAGE
-        say(error.more, error=True)
-        return USAGE if isinstance(error, SettingsError | UnknownOpError) else FINDING
-    except OSError as error:  # for example, the disk of the output is full
-        if error.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG):
-            raise
-        say(f"vllm-fl: cannot write the output: {error.strerror}", error=True)
-        # The interpreter would write the rest of the buffer again when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FINDING
-    except KeyboardInterrupt:
-        say("vllm-fl: interrupted", error=True)
-        return INTERRUPTED
 
 
 def _complete(parser: argparse.ArgumentParser) -> None:

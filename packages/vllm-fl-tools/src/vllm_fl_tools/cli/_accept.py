@@ -17,7 +17,7 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -322,17 +322,15 @@ def _fitted(
     return fitted
 
 
-@contextlib.contextmanager
-def _running(name: str, path: str, model: str, more: Sequence[str]) -> Iterator[EngineProcess]:
+def _running(
+    name: str, path: str, model: str, more: Sequence[str]
+) -> contextlib.AbstractContextManager[EngineProcess]:
     options = {"gpu_memory_utilization": 0.45}  # two engines on one device
     variable = Settings.table.variable if _is_table(path) else CONFIG
     environment = {key: value for key, value in os.environ.items() if key != variable}
     if name == TABLED:
         environment[variable] = path
-    with running_engine(
-        name, model, options, environment, longest=LENGTH, arguments=more
-    ) as engine:
-        yield engine
+    return running_engine(name, model, options, environment, longest=LENGTH, arguments=more)
 
 
 def _visit(engine: EngineProcess, visit: Visit) -> dict[str, Any]:

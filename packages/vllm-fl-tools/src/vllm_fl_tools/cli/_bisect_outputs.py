@@ -78,7 +78,7 @@ class Outputs:
     Args:
         start: starts an engine.
         draw: makes the prompts.
-        listed: lists the parts of the plan's engine; called only if the plan is incorrect.
+        parts: the parts of the plan's engine.
 
     Attributes:
         differing: op -> implementation of the plan, for ops with another implementation in the
@@ -89,8 +89,8 @@ class Outputs:
         count: number of engines that have answered.
     """
 
-    def __init__(self, start: StartEngine, draw: Draw, listed: Callable[[], Parts]) -> None:
-        self._start, self._draw, self._listed = start, draw, listed
+    def __init__(self, start: StartEngine, draw: Draw, parts: Parts) -> None:
+        self._start, self._draw, self._parts = start, draw, parts
         self.differing: dict[str, str] = {}
         self.errors: dict[str, dict[str, float | None]] = {}
         self.plan = Verdict()
@@ -131,7 +131,6 @@ class Outputs:
             self.plan = self._verdict(scores)
         self.what = {op: f"{op} ({impl})" for op, impl in self.differing.items()}
         if self.plan.how:
-            self._parts = self._listed()
             self.what |= {key: p.what for key, p in self._parts.by_key.items() if p.kind == NAME}
         return search(self.what, self._trial, {})
 

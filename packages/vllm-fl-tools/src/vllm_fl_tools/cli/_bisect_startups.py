@@ -69,7 +69,7 @@ class Startups:
 
     def changes(self, off: Collection[str]) -> Changes:
         """Return the settings that disable these parts, and the parts that depend on them."""
-        gone = {*off, *(below for key in off for below in self._parts.beneath.get(key, ()))}
+        gone = {*off, *(below for key in off for below in self._parts.below.get(key, ()))}
         return self._parts.changes(gone)
 
     def search(self) -> Result:
@@ -99,7 +99,8 @@ class Startups:
         if not asked.how:
             return "right", []
         status, found = self._among(by_key, {frozenset(): asked})
-        if status != "found" and not all(self._again() for _ in range(REPEATS)):
+        again = (self._try("as configured, again", ()).how for _ in range(REPEATS))
+        if status != "found" and not all(again):
             status = "unsteady"
         return status, found
 
@@ -113,10 +114,7 @@ class Startups:
                 tried[gone] = self._try(name, gone | {*off})
             return tried[gone]
 
-        return search(parts, trial, self._parts.beneath)
-
-    def _again(self) -> bool:
-        return bool(self._try("as configured, again", ()).how)
+        return search(parts, trial, self._parts.below)
 
     def _try(self, name: str, off: Collection[str]) -> Verdict:
         """Start an engine without some parts, and return the verdict."""
@@ -129,13 +127,14 @@ class Startups:
         except UsageError as error:
             if self._stock is None:
                 raise
-            return self._verdict("ended", error.message)  # stock vLLM accepted the arguments
+            why = error.message  # stock vLLM accepted the arguments
+            return Verdict("ended", why, self._parts.likely(why))
         if self._stock is None:
             self._stock = score
             took = time.monotonic() - started
             self._limit = self._limit or max(LEAST_LIMIT, TIMES * took)
         why = fault(self._stock, score)
-        return self._verdict("wrong" if why else "", why)
+        return Verdict("wrong" if why else "", why, self._parts.likely(why))
 
     def _failed(self, error: EngineError) -> Verdict:
         raised, names = read_log(error.log)
@@ -147,9 +146,6 @@ class Startups:
         how = "hung" if error.hung else "ended"
         return Verdict(how, why, self._parts.likely(f"{raised} {error.ran}", names))
 
-    def _verdict(self, how: str, why: str) -> Verdict:
-        return Verdict(how, why, self._parts.likely(why))
-
 
 def fault(stock: Score, other: Score) -> str:
     """Return the error of log-probabilities compared with stock vLLM; empty if similar."""
@@ -160,8 +156,7 @@ def fault(stock: Score, other: Score) -> str:
         same = next((n for n, (a, b) in enumerate(pairs) if a != b), len(tokens) - 1)
         theirs += stock["decode"][number][: same + 1]
         ours += other["decode"][number][: same + 1]
-    broken = sum(not math.isfinite(value) for value in ours)
-    if broken:
+    if broken := sum(not math.isfinite(value) for value in ours):
         return f"{broken} of {len(ours)} log-probabilities are not finite"
     differences = [abs(a - b) for a, b in zip(theirs, ours, strict=True)]
     median = statistics.median(differences)

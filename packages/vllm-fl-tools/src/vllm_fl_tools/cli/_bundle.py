@@ -97,8 +97,7 @@ def _parts(
     yield "doctor.json", json.dumps(found, indent=2)
     yield "settings.txt", _said("settings")
     yield "plan.txt", _said("plan", *([] if model is None else ["--model", model, *more]))
-    settings_file = os.environ.get(CONFIG)
-    if settings_file:
+    if settings_file := os.environ.get(CONFIG):
         yield f"files/{Path(settings_file).name}", _content(Path(settings_file))
     for path in _left():
         yield f"engine/{path.name}", _content(path)

@@ -200,8 +200,7 @@ def vllm_range() -> Iterator[Defect]:
         return
     from vllm_fl.integration.compat import obstacle
 
-    problem = obstacle()
-    if problem:
+    if problem := obstacle():
         yield (
             f"{problem}.",
             f"vllm-fl is disabled: vLLM runs unmodified. Install a {CORE} for this vLLM.",
@@ -315,20 +314,17 @@ def find_idle(settings: Settings, plugins: Sequence[Plugin]) -> Iterator[Defect]
                 what = f"{chosen[key].named} has no effect."
                 yield what, why, chosen[key].undo
 
-    if not settings.enabled:
-        rest = [key for key in chosen if key != "enabled"]
-        if rest:
-            names = ", ".join(chosen[key].named for key in rest)
-            yield (
-                f"Ignored inside vLLM: {names}.",
-                f"{settings['enabled'].named} disables vllm-fl.",
-                settings["enabled"].undo,
-            )
+    rest = [chosen[key].named for key in chosen if key != "enabled"]
+    if rest and not settings.enabled:
+        yield (
+            f"Ignored inside vLLM: {', '.join(rest)}.",
+            f"{settings['enabled'].named} disables vllm-fl.",
+            settings["enabled"].undo,
+        )
     if not settings.oot_enabled:
         why = f"{settings['oot_enabled'].named} means that no layer of vLLM is replaced."
         yield from idle(["oot_whitelist", "oot_blacklist"], why)
-    both = set(settings.policy.allow_vendors or ()) & settings.policy.deny_vendors
-    if both:
+    if both := set(settings.policy.allow_vendors or ()) & settings.policy.deny_vendors:
         allowed = settings["allow_vendors"]
         kept = ",".join(vendor for vendor in allowed.names if vendor not in both)
         is_variable = kept and allowed.origin.startswith("environment")

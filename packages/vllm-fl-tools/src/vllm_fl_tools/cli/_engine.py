@@ -67,7 +67,7 @@ def asked_of(arguments: argparse.Namespace, *, offline: bool = False) -> list[De
 
 
 def option_of(word: str) -> str:
-    """Return the option in a word of a command line, as vLLM spells it."""
+    """Return the name of an option without its value, with dashes instead of underscores."""
     return word.partition("=")[0].replace("_", "-")
 
 
@@ -140,10 +140,8 @@ def any_engines(modes: Sequence[Mode] = MODES) -> list[Described]:
             unasked = f"vLLM failed: {quote(error)}"
     manager = get_default_manager()
     settings = read_settings(manager.registry)  # not cached: `plan --diff FILE` changes them
-    found = []
-    for facts in (EngineFacts(settings, mode) for mode in modes):
-        found.append(Described(facts, make_plan(manager, facts), unasked=unasked))
-    return found
+    every = (EngineFacts(settings, mode) for mode in modes)
+    return [Described(facts, make_plan(manager, facts), unasked=unasked) for facts in every]
 
 
 def plan_entry(engine: Described, op: str) -> PlanEntry | None:

@@ -40,7 +40,7 @@ LEFT_ALONE = {Settings.metrics.variable: ""}
 """Variables that disable a server's output files in the engines of verbs."""
 
 EXTENSION_OPTION = "--worker-extension-cls"
-"""The vLLM argument that adds methods to workers, which some verbs set."""
+"""vLLM's argument for methods that are added to workers. Some verbs set it."""
 
 LAST_WORDS = 10.0
 """Seconds for the processes of a hanging engine to write their stacks."""
@@ -133,13 +133,14 @@ class EngineProcess:
 
 
 def check_model(option: str, model: str | None, more: Sequence[str] = ()) -> str:
-    """Return the model for an option of a verb, which serves it.
+    """Check the model for an option of a verb, and return it.
 
     Raises:
-        UsageError: there is no model, or `more`, arguments for vLLM, have `EXTENSION_OPTION`.
+        UsageError: the model is missing, or the arguments for vLLM (`more`) contain
+            `EXTENSION_OPTION`.
     """
     if model is None:
-        raise UsageError(f"{option} needs --model DIR: it serves the model")
+        raise UsageError(f"{option} needs --model DIR, to start an engine")
     if not (Path(model) / "config.json").is_file():
         what = "has no config.json" if Path(model).is_dir() else "is not a folder"
         raise UsageError(f"--model {model}: it {what}")

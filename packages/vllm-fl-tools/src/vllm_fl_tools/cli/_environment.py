@@ -133,8 +133,7 @@ def describe_environment(kernels: Collection[str] = ()) -> dict[str, str]:
     facts = {"python": f"{platform.python_version()} ({sys.executable})", "cpu": cpu_name()}
     try:
         facts |= distributions(kernels)
-        build = torch_build()
-        if build is not None:
+        if (build := torch_build()) is not None:
             facts["torch"] = f"{facts.get('torch', '(no metadata)')}, {build} build"
             devices = torch_facts().get("devices", ())
             facts["devices"] = ", ".join(devices) or "no accelerator that torch can use"

@@ -1,23 +1,13 @@
-"""Lists the parts of an engine of this environment, in a separate process.
-
-    python -m vllm_fl_tools.cli._list_parts FILE [PLUGIN…]
-
-Plugins on the command line ended an earlier process, and are not loaded. FILE gets the result of
-`listing` as JSON, or `{"problem": …, "code": …}` if a setting is invalid.
-"""
+"""Lists the parts of an engine of this environment, by loading its plugins."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.errors import VllmFLError
-from vllm_fl.plugins.calling import ENDED
 from vllm_fl.plugins.plugin import Plugin
 from vllm_fl.plugins.types import NAMED_CLASSES
 from vllm_fl.settings.policy import MODES, OpOrder
@@ -123,16 +113,3 @@ def _add_lists(found: dict[str, Any], plugin: Plugin, settings: Settings, ops: s
 
 def _part(kind: str, name: str, what: str, of: str | None, **more: Any) -> dict[str, Any]:
     return {"kind": kind, "name": name, "what": what, "of": of, **more}
-
-
-def _main(path: str, *ended: str) -> None:
-    ENDED.update(dict.fromkeys(ended, "it ended an earlier process"))
-    try:
-        found = listing()
-    except VllmFLError as error:
-        found = {"problem": error.message, "code": error.code}
-    Path(path).write_text(json.dumps(found), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

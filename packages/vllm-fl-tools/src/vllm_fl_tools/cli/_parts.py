@@ -16,27 +16,19 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
-import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.plugins.breadcrumb import FOLDER, last
+from vllm_fl.errors import VllmFLError
 from vllm_fl.settings.schema import CONFIG, Settings
 from vllm_fl.settings.values import OP_CONFIG, ORDER_PREFIX, PER_OP
 
+from ._child import surviving
+from ._list_parts import listing
 from ._other_plugins import VARIABLE, plugins_without
-from ._progress import doing
 from ._show import UsageError, say
-
-COMMAND = (sys.executable, "-P", "-m", "vllm_fl_tools.cli._list_parts")
-
-PATIENCE = 600.0
-"""Time limit in seconds for the import of all plugins and of their libraries."""
 
 SETTING, PLUGIN, OP, NAME, NEIGHBOUR = "setting", "plugin", "op", "name", "neighbour"
 
@@ -178,15 +170,10 @@ class Parts:
             ordered += [plugin, *(part for part in every if part.of == plugin.name)]
         ordered += [part for part in every if part.of is None and part.kind == OP]
         self.by_key = {part.key: part for part in ordered}
-
-    @cached_property
-    def beneath(self) -> dict[str, list[str]]:
-        """Plugin -> its parts."""
-        found: dict[str, list[str]] = {}
-        for part in self.by_key.values():
+        self.below: dict[str, list[str]] = {}  # plugin -> its parts
+        for part in ordered:
             if part.of is not None:
-                found.setdefault(f"{PLUGIN} {part.of}", []).append(part.key)
-        return found
+                self.below.setdefault(f"{PLUGIN} {part.of}", []).append(part.key)
 
     def without(self, on: Iterable[str]) -> frozenset[str]:
         """Return the parts that are disabled if only these parts and their plugins are on."""
@@ -238,57 +225,23 @@ class Parts:
         return tuple(dict.fromkeys((*plugins, *most)))
 
 
-def listed(environment: Mapping[str, str]) -> Parts:
-    """List the parts of an engine of this environment.
+def listed() -> Parts:
+    """List the parts of an engine of this environment, in a forked child.
 
     A plugin that hangs or ends the process that loads it is listed without its parts.
 
     Raises:
-        UsageError: a setting is invalid, or vllm-fl is disabled.
+        UsageError: a setting is invalid, vllm-fl is disabled, or the plugins fail to load.
     """
-    ended: list[str] = []
-    listing = None
-    while listing is None:
-        listing, plugin = _asked(environment, ended)
-        if listing is None:
-            if not plugin or plugin in ended:
-                raise UsageError("The plugins failed to load: see `vllm-fl doctor`")
-            say(f"vllm-fl: {plugin} hangs, or ends the process that loads it", error=True)
-            ended.append(plugin)
-    if "problem" in listing:
-        raise UsageError(listing["problem"], code=listing["code"])
-    if not listing["enabled"]:
-        raise UsageError(
-            f"{Settings.enabled.variable} is set to off, so vllm-fl does not affect the startup"
-        )
-    for remark in listing["remarks"]:
+    ended: dict[str, str] = {}
+    try:
+        found = surviving(listing, ended)
+    except VllmFLError as error:
+        raise UsageError(error.message, code=error.code) from error
+    if not found["enabled"]:
+        raise UsageError(f"{Settings.enabled.variable} is set to off, so vllm-fl has no plan")
+    for plugin, how in ended.items():
+        say(f"vllm-fl: {plugin}: {how}", error=True)
+    for remark in found["remarks"]:
         say(f"vllm-fl: {remark}", error=True)
-    return Parts(listing)
-
-
-def _asked(
-    environment: Mapping[str, str], ended: Sequence[str]
-) -> tuple[dict[str, Any] | None, str]:
-    """Return the listing from a process, or None and the plugin that ended it.
-
-    Plugins in `ended` are not loaded.
-    """
-    with tempfile.TemporaryDirectory() as folder, doing("loading the plugins"):
-        file = Path(folder) / "parts"
-        process = subprocess.Popen(
-            [*COMMAND, str(file), *ended],
-            env={**environment, FOLDER: folder},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        try:
-            process.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        listing = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
-        crumb = last(Path(folder))
-    owner = "" if crumb is None else crumb.what.partition(" of ")[2]
-    return listing, owner if owner.startswith("plugin ") else ""
+    return Parts(found)

@@ -28,8 +28,6 @@ WITHOUT = {Settings.enabled.variable: "false", Settings.plugins.variable: "vllm-
 
 HEADINGS = ("layers of", "class", "compared with", "layers", "calls", "worst", "verdict")
 
-VERDICTS = {"incorrect": "INCORRECT", "correct": "correct", "skipped": "not compared"}
-
 SHOWN = 3
 """Maximum number of incorrect layers that are described per row."""
 
@@ -97,8 +95,8 @@ def _joined(ranks: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 def _verdict(row: Mapping[str, Any]) -> str:
     if row["incorrect"]:
-        return "incorrect"
-    return "correct" if row["calls"] else "skipped"
+        return "INCORRECT"
+    return "correct" if row["calls"] else "not compared"
 
 
 def show(facts: Mapping[str, Any]) -> None:
@@ -113,7 +111,7 @@ def show(facts: Mapping[str, Any]) -> None:
             say(f"{row['class']}: incorrect: {more} more layers or ranks; --json has them all")
         for why, layers in row["skipped"].items():
             say(f"{row['kind']} {row['class']}: {layers} not compared: {clean(why)}")
-    wrong = sum(_verdict(row) == "incorrect" for row in rows)
+    wrong = sum(bool(row["incorrect"]) for row in rows)
     verdict = f"{wrong} of {len(rows)} rows are incorrect" if wrong else "No incorrect result"
     took = seconds["while loading"] + seconds["afterwards"]
     say(
@@ -131,5 +129,5 @@ def _line(row: Mapping[str, Any]) -> tuple[str, ...]:
         str(row["layers"]),
         str(row["calls"]),
         f"{worst:.3g}" if row["calls"] else "-",
-        VERDICTS[_verdict(row)],
+        _verdict(row),
     )

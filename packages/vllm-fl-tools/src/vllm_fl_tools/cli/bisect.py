@@ -13,8 +13,8 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,13 +36,12 @@ from ._engines import (
     START_TIMEOUT,
     EngineProcess,
     check_model,
-    engine_startup,
     has_weights,
     running_engine,
 )
 from ._options import positive_seconds
-from ._parts import Changes, listed
-from ._progress import doing
+from ._parts import Changes, Parts, listed
+from ._progress import doing, progress
 from ._show import UsageError, print_answer, print_table, say
 from ._watch import INTERRUPTED, ended_by_signal
 
@@ -115,8 +114,10 @@ def run(arguments: argparse.Namespace) -> int:
     with ExitStack() as stack:
         stack.enter_context(ended_by_signal())
         folder = stack.enter_context(tempfile.TemporaryDirectory())
+        parts = listed()
+        stack.enter_context(progress(arguments.verb))  # after the fork
         search = _startups if arguments.startup else _outputs
-        facts = search(arguments, folder)
+        facts = search(arguments, parts, folder)
     if facts is None:
         return INTERRUPTED
     facts = {"model": arguments.model, **facts, "seconds": time.monotonic() - started}
@@ -179,9 +180,7 @@ def show(facts: Mapping[str, Any]) -> None:
 # Startups.
 
 
-def _startups(arguments: argparse.Namespace, folder: str) -> dict[str, Any] | None:
-    parts = listed(os.environ)
-
+def _startups(arguments: argparse.Namespace, parts: Parts, folder: str) -> dict[str, Any] | None:
     def start(
         name: str, off: Collection[str], blocking: bool, limit: float | None
     ) -> dict[str, Any]:
@@ -212,7 +211,7 @@ def _startups(arguments: argparse.Namespace, folder: str) -> dict[str, Any] | No
 # Outputs.
 
 
-def _outputs(arguments: argparse.Namespace, folder: str) -> dict[str, Any] | None:
+def _outputs(arguments: argparse.Namespace, parts: Parts, folder: str) -> dict[str, Any] | None:
     model, against = arguments.model, arguments.against
     if arguments.more:
         more = " ".join(arguments.more)
@@ -223,7 +222,6 @@ def _outputs(arguments: argparse.Namespace, folder: str) -> dict[str, Any] | Non
         )
     if against not in (STOCK_NAME, REFERENCE) and not Path(against).is_file():
         raise UsageError(f"--against {against}: expected stock, reference or a settings file")
-    engine_startup()
     impls = get_default_manager().registry.snapshot().impls_by_op.values()
     plain = any(impl.kind is BackendImplKind.REFERENCE for of_op in impls for impl in of_op)
     if against == REFERENCE and not plain:
@@ -245,8 +243,7 @@ def _outputs(arguments: argparse.Namespace, folder: str) -> dict[str, Any] | Non
                 )
         return prompts
 
-    @contextmanager
-    def start(kind: str, changes: Changes) -> Iterator[EngineProcess]:
+    def start(kind: str, changes: Changes) -> AbstractContextManager[EngineProcess]:
         is_disabled = kind != PLANNED and (
             against == STOCK_NAME or (kind == EXACT and against != REFERENCE)
         )
@@ -266,12 +263,10 @@ def _outputs(arguments: argparse.Namespace, folder: str) -> dict[str, Any] | Non
         if is_disabled:
             environment[Settings.enabled.variable] = "0"
         name = _name(kind, against, [*changes.orders, *changes.values])
-        with running_engine(
-            name, model, options, {**environment, **ALIKE}, steps_aside=is_disabled
-        ) as engine:
-            yield engine
+        environment |= ALIKE
+        return running_engine(name, model, options, environment, steps_aside=is_disabled)
 
-    search = Outputs(start, draw, lambda: listed(os.environ))
+    search = Outputs(start, draw, parts)
     finding = _finding(search)
     return finding and {
         **finding,
@@ -294,9 +289,7 @@ def _prompts(model: str, path: str) -> list[list[int]]:
     except ValueError:
         ids = None
     if isinstance(ids, list):
-        if not ids or not all(isinstance(each, list) and each for each in ids):
-            raise UsageError(f"--prompts {path}: expected a list of lists of token ids")
-        if not all(type(token) is int for each in ids for token in each):
+        if not ids or not all(isinstance(e, list) and {*map(type, e)} == {int} for e in ids):
             raise UsageError(f"--prompts {path}: expected a list of lists of token ids")
         return ids
     lines = [line for line in map(str.strip, text.splitlines()) if line]

@@ -92,8 +92,13 @@ def _as_json(engine: Described, arguments: argparse.Namespace) -> dict[str, Any]
     manager = get_default_manager()
     snapshot = manager.registry.snapshot()
     missing = without_layers(engine.plan, engine.layers)
-    locked = settings.locked
+    locked, table = settings.locked, settings.tuned
     unmet = () if locked is None or locked.warns else engine.differs
+    lock = locked and {
+        "file": locked.file,
+        "mode": "warn" if locked.warns else "strict",
+        "differs": list(engine.differs),
+    }
     scheduler = engine.config.scheduler_config if engine.config and engine.has_model else None
     return {
         "model": arguments.model,
@@ -116,20 +121,8 @@ def _as_json(engine: Described, arguments: argparse.Namespace) -> dict[str, Any]
         },
         "unchosen": {use.name: use.count for use in facts.kernels.get("", ())},
         "ends": [*engine.ends, *(f"{line} [{LockError.code}]" for line in unmet)],
-        "lock": {
-            "file": locked.file,
-            "mode": "warn" if locked.warns else "strict",
-            "differs": list(engine.differs),
-        }
-        if locked is not None
-        else None,
-        "table": {
-            "file": settings.tuned.file,
-            "acts": not settings.tuned.unused,
-            "reason": settings.tuned.reason,
-        }
-        if settings.tuned is not None
-        else None,
+        "lock": lock,
+        "table": table and {"file": table.file, "acts": not table.unused, "reason": table.reason},
         "warnings": list(settings.warnings),
     }
 

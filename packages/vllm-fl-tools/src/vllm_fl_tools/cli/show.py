@@ -209,8 +209,7 @@ def _show_worker(content: Mapping[str, Any], silent: int | None) -> None:
             "was killed, or got SIGTERM without --shutdown-timeout (or the file is unwritable). "
             "Later calls and errors are missing here."
         )
-    error = content.get("error")
-    if error:
+    if error := content.get("error"):
         say(f"{error['time']}: {error['method']} raised {error['why']}")
     for failure in content.get("failures") or ():
         say(f"Implementation '{failure['impl']}' of op '{failure['op']}' raised {failure['why']}")
@@ -248,8 +247,7 @@ def _show_worker(content: Mapping[str, Any], silent: int | None) -> None:
     ):
         for line in lines or ():
             say(f"{title}: {line}")
-    took = report.get("start") or {}
-    if took:
+    if took := report.get("start"):
         say("Startup, in seconds: " + ", ".join(f"{what} {s:.1f}" for what, s in took.items()))
     versions = {**(content.get("versions") or {}), **(content.get("plugins") or {})}
     say(", ".join(f"{name} {version}" for name, version in versions.items()))

@@ -338,8 +338,7 @@ class OpTuning:
             try:
                 result = each_part(served.call(*args), partial(_within, args))
             except Exception as error:
-                refusal = refusal_reason(error)
-                if refusal:
+                if refusal := refusal_reason(error):
                     raise NotImplementedError(refusal) from None
                 raise
             return each_part(result, partial(_laid_out, args)) if served.bare else result
@@ -366,7 +365,7 @@ class OpTuning:
         plan = Plan(self.mode, {op: entry}, strict=True, contracts={op: self.spec})
         if self.mode == "compiled" and self._is_traced(contender):
             function = plan.as_compiled(op, impl)
-            if self._captures and is_opaque(impl):
+            if self.device.type == "cuda" and is_opaque(impl):  # timed as the replay of a graph
                 return function, function  # compiling does not change an opaque operator
             return self._compiled(function, form), function
         if contender.bare or impl.needs_layer:
@@ -374,11 +373,6 @@ class OpTuning:
         else:
             function = call_guard(plan.chain(op, self.spec.consumable))
         return function, function
-
-    @property
-    def _captures(self) -> bool:
-        """Whether calls are timed as the replay of a graph, which excludes Python."""
-        return self.mode == "compiled" and self.device.type == "cuda"
 
     def _is_traced(self, contender: Contender) -> bool:
         return self.traced is None or contender.name in self.traced
@@ -460,25 +454,20 @@ class OpTuning:
             self._with_own([laid, *(self._laid(form, tokens, n) for n in range(1, calls))])
             for form, laid in zip(self.forms, first, strict=True)
         ]
+        args = [[laid.args for laid in of_form] for of_form in sets]
         for name, served in sound.items():
             if name not in found.rejected:
                 with self._rejecting(name, tokens, found, "was prepared for timing"):
-                    self._make_ready(bench, name, served, sets)
+                    forms = [
+                        (one.timed, of_form, self._renew(one, laid))
+                        for one, of_form, laid in zip(served, args, sets, strict=True)
+                    ]
+                    bench.timers[name] = partial(self._sum, bench, name, bench.timer(forms))
+                    launched = [
+                        (one.launched, of_form) for one, of_form in zip(served, args, strict=True)
+                    ]
+                    bench.launches[name] = partial(bench.launch, launched)
         return bench
-
-    def _make_ready(
-        self, bench: Bench, name: str, served: Sequence[_Served], sets: Sequence[Sequence[_Laid]]
-    ) -> None:
-        args = [[laid.args for laid in of_form] for of_form in sets]
-        timer = bench.timer(
-            [
-                (one.timed, of_form, self._renew(one, laid))
-                for one, of_form, laid in zip(served, args, sets, strict=True)
-            ]
-        )
-        bench.timers[name] = partial(self._sum, bench, name, timer)
-        calls = [(one.launched, of_form) for one, of_form in zip(served, args, strict=True)]
-        bench.launches[name] = partial(bench.launch, calls)
 
     def _with_own(self, sets: Sequence[_Laid]) -> list[_Laid]:
         """Return the calls with weights that rotate between copies.

@@ -164,8 +164,7 @@ def _attention(worker: Any) -> list[str]:
     held = worker.vllm_config.compilation_config.static_forward_context.values()
     found: dict[str, None] = {}
     for layer in held:
-        backend = getattr(layer, "get_attn_backend", lambda: None)()
-        if backend is not None:
+        if (backend := getattr(layer, "get_attn_backend", lambda: None)()) is not None:
             found[str(backend.get_name())] = None
     return list(found)
 

@@ -28,7 +28,9 @@ def stock_forms(op: str, binding: Binding, mode: Mode, device: torch.device) -> 
 
     In compiled mode, Inductor compiles a layer's PyTorch code.
     """
-    _import_kernels()
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
     granted = frozenset(
         name for target in binding.targets if target.called_by_name for name in target.grants
     )
@@ -78,9 +80,3 @@ def apart(binding: Binding, forms: Sequence[OpImpl]) -> dict[str, Callable[..., 
     """Return impl id -> a cheaper function to time instead, for `forms` that have one."""
     less = {target.plain: target.apart for target in binding.targets if target.apart is not None}
     return {form.impl_id: less[form.fn] for form in forms if form.fn in less}
-
-
-def _import_kernels() -> None:
-    from vllm.platforms import current_platform
-
-    current_platform.import_kernels()

@@ -95,12 +95,13 @@ class Lock:
     """
 
     engine: Engine
+    locked: Locked
     facts: Mapping[str, Any]
     differs: list[str] = dataclasses.field(default_factory=list)
 
     def compare_facts(self) -> None:
         """Compare the facts of all ranks, before anything runs. Raises LockError."""
-        mine = lock_differences(self._locked, self.facts)
+        mine = lock_differences(self.locked, self.facts)
         for rank, lines in enumerate(self.engine.gather("compare with the lock", mine)):
             new = [line for line in lines if line not in self.differs]
             self.differs += [f"rank {rank}: {line}" if rank else line for line in new]
@@ -108,7 +109,7 @@ class Lock:
 
     def compare_plan(self) -> None:
         """Compare the verified plan, which all ranks share. Raises LockError on rank 0."""
-        engine, locked = self.engine, self._locked
+        engine, locked = self.engine, self.locked
         if engine.rank == 0 and locked.facts:
             lines = _lines(labels(engine.plan), locked.result["ops"], "plan ")
             layers = _layers_by_class(engine)
@@ -118,18 +119,12 @@ class Lock:
             self.differs += lines
             self._end_or_warn(lines)
 
-    @property
-    def _locked(self) -> Locked:
-        locked = self.engine.facts.settings.locked
-        assert locked is not None
-        return locked
-
     def _end_or_warn(self, lines: Sequence[str]) -> None:
         if not lines:
             return
-        file = self._locked.file
+        file = self.locked.file
         each = "".join(f"\n  {line}" for line in lines)
-        if not self._locked.warns:
+        if not self.locked.warns:
             raise LockError(
                 f"vllm-fl ends the start: this engine differs from the lock {file}. Fix the "
                 f"difference, lock again, or set VLLM_FL_LOCK=warn:{file}{each}",

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 from vllm_fl.dispatch.resolver import STOCK
 from vllm_fl.engine.plan import Plan
 from vllm_fl.integration.patchers.linear_kernels import kernel_rows
-from vllm_fl.settings.schema import Settings
 
-from .state_file import INTERVAL, StateFile, of_worker
+from .state_file import StateFile, of_worker
 
 if TYPE_CHECKING:
     from vllm_fl.integration.engines import Engine
@@ -105,9 +104,7 @@ def exposition(
     return text
 
 
-def metrics_file(
-    engine: Engine, named: str, lock: Callable[[], Sequence[str]], *, every: float = INTERVAL
-) -> StateFile:
+def metrics_file(engine: Engine, named: str, lock: Callable[[], Sequence[str]]) -> StateFile:
     """Write an engine's counters to a file until it is closed, and then delete the file.
 
     Args:
@@ -115,7 +112,6 @@ def metrics_file(
         named: the user's path. Its name without suffix is the label `engine`, and its directory
             gets the file of each worker (`of_worker`).
         lock: returns the differences from the lock file.
-        every: seconds between two writes.
     """
     path = Path(named)
     worker = {"engine": path.stem, "dp": str(engine.replica), "rank": str(engine.rank)}
@@ -135,8 +131,7 @@ def metrics_file(
         )
 
     own = of_worker(path, engine.rank, engine.replica)
-    variable, has_counted = Settings.metrics.variable, partial(has_counts, engine)
-    return StateFile(variable, path, own, text, every=every, has_counted=has_counted)
+    return StateFile(path, own, text, has_counted=partial(has_counts, engine))
 
 
 def has_counts(engine: Engine) -> bool:

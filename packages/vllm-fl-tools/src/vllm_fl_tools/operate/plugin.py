@@ -6,7 +6,7 @@ import atexit
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Any
 
 from vllm_fl.hookspecs import hookimpl
@@ -42,7 +42,7 @@ def inspect_plan(engine: Any, moment: Moment) -> Mapping[Key, Objection] | None:
 
         if Lock not in engine.state:
             facts = facts_of_lock(engine.facts, engine.config, engine.device)
-            lock = engine.state[Lock] = Lock(engine, facts)
+            lock = engine.state[Lock] = Lock(engine, settings.locked, facts)
             engine.on_serving(lock.compare_plan)
             lock.compare_facts()
     return None
@@ -72,9 +72,5 @@ def _files(engine: Any, metrics: str) -> Iterator[None]:
     def differs() -> list[str]:
         return engine.state[Lock].differs if Lock in engine.state else []
 
-    with report_session(engine, metrics, differs):
-        file = metrics_file(engine, metrics, differs)
-        try:
-            yield
-        finally:
-            file.close()
+    with report_session(engine, metrics, differs), closing(metrics_file(engine, metrics, differs)):
+        yield

@@ -76,8 +76,7 @@ def report_session(
 
     named = Path(metrics).with_suffix(".report.json")
     path = of_worker(named, rank, replica) if rank or replica else named
-    variable, has_counted = Settings.metrics.variable, partial(has_counts, engine)
-    file = StateFile(variable, named, path, text, stays=True, has_counted=has_counted)
+    file = StateFile(named, path, text, stays=True, has_counted=partial(has_counts, engine))
     engine.on_serving(file.renew)
 
     def at_exit() -> None:

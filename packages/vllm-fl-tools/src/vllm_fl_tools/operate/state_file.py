@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from vllm_fl.logs import get_logger
+from vllm_fl.settings.schema import Settings
 from vllm_fl.text import quote
 from vllm_fl_tools.atomic_write import Draft
 
@@ -71,34 +72,29 @@ def _request_of(named: Path) -> Path:
 class StateFile:
     """Write the current state to a file until it is closed, from a thread.
 
-    The file is written every `every` seconds, when `renew` is called, when the first call is
+    The file is written every `INTERVAL` seconds, when `renew` is called, when the first call is
     counted, and when a reader asks for it (`request`). Readers never see an incomplete file. Only
     the first failure is logged; every failure is retried.
 
     Args:
-        variable: the setting that names the file, for the log.
         named: the file that the user sets.
         path: the worker's file.
         text: returns the state, or None if it must not be written now.
         stays: whether the file is written at the end and kept; otherwise it is deleted.
-        every: seconds between two periodic writes.
         has_counted: whether the state has counts that are not 0.
     """
 
     def __init__(
         self,
-        variable: str,
         named: Path,
         path: Path,
         text: Callable[[], str | None],
         *,
         stays: bool = False,
-        every: float = INTERVAL,
         has_counted: Callable[[], bool] = bool,
     ) -> None:
-        self._variable, self._named, self.path = variable, named, path
-        self._text, self._stays, self._every = text, stays, every
-        self._has_counted = has_counted
+        self._named, self.path, self._text = named, path, text
+        self._stays, self._has_counted = stays, has_counted
         self._is_said = False
         self._is_closed, self._woken = False, threading.Event()
         self._thread = threading.Thread(target=self._run, name="vllm-fl-state", daemon=True)
@@ -121,7 +117,7 @@ class StateFile:
             asked = self._asked(), self._has_counted()
             if self._woken.is_set() or asked != written or time.monotonic() >= due:
                 self._woken.clear()
-                due = time.monotonic() + self._every
+                due = time.monotonic() + INTERVAL
                 if self._write():
                     written = asked
             self._woken.wait(POLL)
@@ -155,9 +151,9 @@ class StateFile:
                 self._is_said = True
                 log.warning(
                     "%s: %s cannot be written (%s). It is tried again every %.0f s",
-                    self._variable,
+                    Settings.metrics.variable,
                     self.path,
                     quote(error),
-                    self._every,
+                    INTERVAL,
                 )
         return True

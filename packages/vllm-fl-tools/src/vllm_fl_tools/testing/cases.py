@@ -96,7 +96,7 @@ def cases_of(subject: Subject) -> Iterator[Case]:
             dtype = served_dtype(subject.spec)
             yield from (Case(op, name, dtype, family) for family in families_of(subject.spec))
             continue
-        for dtype in subject.dtypes:
+        for dtype in subject.spec.dtypes:
             if check.each == "dtype":
                 yield Case(op, name, dtype)
             elif check.each == "sample":

@@ -93,7 +93,7 @@ def large_pools(subject: Subject, dtype: str, sample: str) -> None:
         Refused: the device has not enough memory.
     """
     impl, spec = subject.impl, subject.spec
-    for kind in subject.dtypes:
+    for kind in subject.spec.dtypes:
         calls = 0
         for each, name, args in _with_large_pools(subject, kind):
             got, failure = try_call(as_call(impl, spec), impl, spec, args)
@@ -220,7 +220,7 @@ def serving(subject: Subject, dtype: str, sample: str) -> None:
     if not reasons:
         return
     expect(
-        any(not _refused_by(subject, other) for other in subject.dtypes if other != dtype),
+        any(not _refused_by(subject, other) for other in subject.spec.dtypes if other != dtype),
         f"it supports no call of a served model, in any dtype: {reasons}",
     )
     raise Refused(f"{subject.spec.name}: unsupported {dtype}: {'; '.join(set(reasons.values()))}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,24 +51,20 @@ def engine(subject: Subject, dtype: str, sample: str) -> None:
     brought = installed_with(subject.impl)
     ops = tuple(impl.op_name for impl in brought if impl.availability() is True)
     served = _served(ops, impl_id, deadline)
-    if served.report is None:
-        raise AssertionError(served.problem)
-    planned = served.report["ops"][op]
+    if isinstance(served, str):
+        raise AssertionError(served)
+    planned = served["ops"][op]
     why = f"the engine runs {planned['impl']}: {planned['reason']}"
     expect(planned["impl"] == impl_id, why)
 
 
-@dataclass(frozen=True)
-class _Served:
-    """The report of an engine; or why it failed, with the end of its log."""
-
-    report: dict[str, Any] | None
-    problem: str = ""
-
-
 @cache
-def _served(ops: tuple[str, ...], impl_id: str, deadline: float) -> _Served:
-    """Run one engine with the implementation for all these ops."""
+def _served(ops: tuple[str, ...], impl_id: str, deadline: float) -> dict[str, Any] | str:
+    """Run one engine with the implementation for all these ops.
+
+    Returns:
+        The engine's report; or why it failed, with the end of its log.
+    """
     limit = deadline * len(ops)
     variables = {
         "VLLM_FL_PER_OP": ";".join(f"{op}=impl:{impl_id}|stock" for op in ops),
@@ -83,7 +78,7 @@ def _served(ops: tuple[str, ...], impl_id: str, deadline: float) -> _Served:
                 name, folder, OPTIONS, environment, limits=(limit, limit)
             ) as running_one:
                 running_one.ask("visit", **vars(Visit("kit", 1, 3, 8)))
-                return _Served(running_one.report)
+                return running_one.report
         except EngineError as error:
             what = (
                 "the engine failed; `vllm-fl doctor` checks the installation, and `vllm-fl bisect "
@@ -95,8 +90,7 @@ def _served(ops: tuple[str, ...], impl_id: str, deadline: float) -> _Served:
                     f"{deadline:.0f} s for each op. On a slow machine, set a longer one in the "
                     "test class"
                 )
-            problem = f"{what} ({name}). The end of its log:\n{_end_of(error.log)}"
-            return _Served(None, problem)
+            return f"{what} ({name}). The end of its log:\n{_end_of(error.log)}"
 
 
 def _end_of(log: str) -> str:

@@ -177,7 +177,7 @@ def _answer_installed(
 
 
 def _answers(subject: Subject, dtype: str) -> Answers:
-    samples = subject.patterns(dtype) if dtype in subject.dtypes else ()
+    samples = subject.patterns(dtype) if dtype in subject.spec.dtypes else ()
     return {
         f"{subject.impl.op_name}, {dtype}, {sample.name}": subject.bits(sample)
         for sample in samples

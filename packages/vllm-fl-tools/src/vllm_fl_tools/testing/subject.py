@@ -73,11 +73,6 @@ class Subject:
     def spec(self) -> OpSpec:
         return contract_of(self.impl.op_name)
 
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """The dtypes that the contract supports."""
-        return self.spec.dtypes
-
     def all_samples(self, dtype: str) -> tuple[Sample, ...]:
         """Return the contract's samples, some also in other layouts, and the model's calls.
 

@@ -33,9 +33,7 @@ def undeclared(subject: Subject, dtype: str) -> str:
         with reading() as read, suppress(Exception):  # other checks report other faults
             impl.fn(*fresh(each).args)
         names |= read
-    if not names:
-        return ""
-    plugins = get_default_manager().registry.plugins
+    plugins = get_default_manager().registry.plugins if names else ()
     names -= {spec.variable for p in plugins for spec in p.settings}
     if not names:
         return ""
