@@ -14,7 +14,7 @@ import torch
 from vllm_fl.contracts import OpSpec
 
 from ..expected import Near
-from .rows import StockRows
+from .rows import RowKey, StockRows
 from .weights import dequantised
 
 COMPARED_EXPERTS = 8
@@ -58,7 +58,7 @@ class Experts:
             if value.shape[:1] == (count,) and not value.is_meta
         }
 
-    def compare(self, rows: StockRows, key: tuple[str, str, str], name: str, spec: OpSpec) -> None:
+    def compare(self, rows: StockRows, key: RowKey, name: str, spec: OpSpec) -> None:
         """Compare calls that use only these experts with the op's reference result."""
         method, layer = self.layer.quant_method, self.layer
         wanted = inspect.signature(method.apply).parameters

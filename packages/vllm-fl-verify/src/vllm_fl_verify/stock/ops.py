@@ -99,13 +99,8 @@ def _compare(
             return tuple(shaped) if isinstance(shapes, tuple) else shaped[0]
 
         # Each layer has an id, since `Live` stops comparing an incorrect implementation.
-        impl = OpImpl(
-            layer.op,
-            f"stock.{name}",
-            BackendImplKind.REFERENCE,
-            run,
-            consumes=frozenset(target.grants) & spec.consumable,
-        )
+        kind, consumes = BackendImplKind.REFERENCE, frozenset(target.grants) & spec.consumable
+        impl = OpImpl(layer.op, f"stock.{name}", kind, run, consumes=consumes)
         before, live.worst = live.compared, 0.0
         found = live.call(spec, impl, arguments)
         if live.compared > before:
