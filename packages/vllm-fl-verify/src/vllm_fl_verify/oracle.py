@@ -221,16 +221,21 @@ def each_part(result: Any, change: Callable[[Any], Any]) -> Any:
     return changed if isinstance(result, tuple) else changed[0]
 
 
+def activations(spec: OpSpec, args: Sequence[Any]) -> dict[str, torch.Tensor]:
+    """Return the floating-point activations of a call, without empty ones."""
+    of_token = ((name, arg) for name, arg in spec.named(args).items() if name in spec.by_token)
+    tensors = ((name, arg) for name, arg in of_token if isinstance(arg, torch.Tensor))
+    return {name: arg for name, arg in tensors if arg.is_floating_point() and arg.numel()}
+
+
 def magnitudes(spec: OpSpec, args: Sequence[Any]) -> torch.Tensor | float:
     """Return the maximum magnitude of the finite activations in each row of a call, at least 1.
     Magnitudes of 8-bit activations are multiplied by those of their scales."""
     wide, is_scaled = [], False
-    for name, arg in spec.named(args).items():
-        is_float = isinstance(arg, torch.Tensor) and arg.is_floating_point() and arg.numel()
-        if name in spec.by_token and is_float:
-            rows = len(arg) if spec.has_rows(name, arg) else 1
-            wide.append(arg.double().abs().nan_to_num_(0.0, 0.0, 0.0).reshape(rows, -1).amax(1))
-            is_scaled |= arg.itemsize == 1
+    for name, arg in activations(spec, args).items():
+        rows = len(arg) if spec.has_rows(name, arg) else 1
+        wide.append(arg.double().abs().nan_to_num_(0.0, 0.0, 0.0).reshape(rows, -1).amax(1))
+        is_scaled |= arg.itemsize == 1
     by = torch.mul if is_scaled else torch.maximum
     return reduce(by, wide).clamp(min=1.0) if wide else 1.0
 

@@ -223,11 +223,12 @@ class Trials:
         if self.sizes is None or not self.spec.fixed_batch:
             return []
         counts = self.among(FIXED_COUNTS)
-        usual, last = (dataclasses.replace(self.sizes, tokens=(*n,)) for n in (counts, counts[-1:]))
-        return [
-            *self.spec.served(usual, self.dtype, self.device, False),
-            *self.spec.served(last, self.dtype, self.device, True),
-        ]
+        return [*self._served(counts, False), *self._served(counts[-1:], True)]
+
+    def _served(self, counts: Iterable[int], large: bool) -> Iterable[Sample]:
+        assert self.sizes is not None
+        sizes = dataclasses.replace(self.sizes, tokens=(*counts,))
+        return self.spec.served(sizes, self.dtype, self.device, large)
 
     def shared(self) -> dict[int, Guarded]:
         """Return index of a fixed batch -> memory. Batches of equal shapes share memory, so even
@@ -252,8 +253,8 @@ class Trials:
     def forms(self) -> list[Form]:
         if self.sizes is None or self.spec.fixed_batch:
             return []
-        pool = dataclasses.replace(self.sizes, tokens=(min(self.pool, self.largest),))
-        kinds = (self.spec.served(pool, self.dtype, self.device, big) for big in (False, True))
+        pool = (min(self.pool, self.largest),)
+        kinds = (self._served(pool, large) for large in (False, True))
         pairs = [*zip(*kinds, strict=True)]
         passed: dict[tuple[int, str], list[Sample]] = {}
         for dtypes in self.provided:
@@ -277,8 +278,7 @@ class Trials:
         served: list[Sample] = []
         if self.sizes is not None:
             for count in self.drawn_counts(FIXED_COUNTS[-1]):
-                sizes = dataclasses.replace(self.sizes, tokens=(count,))
-                served += self.spec.served(sizes, self.dtype, self.device, False)
+                served += self._served((count,), False)
         if served:
             return served
         known = [s for s in self.spec.samples(self.dtype, self.device) if self.spec.tokens(s.args)]
