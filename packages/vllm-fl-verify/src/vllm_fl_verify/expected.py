@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 import torch
@@ -108,15 +108,12 @@ class Wanted:
         return True
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        held = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(
-            self,
-            **{
-                name: value._each(change) if isinstance(value, Wanted) else change(value)
-                for name, value in held.items()
-                if isinstance(value, torch.Tensor | Wanted)
-            },
-        )
+        changed = {
+            name: value._each(change) if isinstance(value, Wanted) else change(value)
+            for name, value in vars(self).items()
+            if isinstance(value, torch.Tensor | Wanted)
+        }
+        return replace(self, **changed)
 
 
 @dataclass(frozen=True)

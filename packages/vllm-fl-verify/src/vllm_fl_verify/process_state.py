@@ -316,9 +316,7 @@ def _set_each(put: Callable[..., object], values: Any) -> None:
 
 
 PRECISIONS = (
-    ("generic", "all"),
-    ("cuda", "all"),
-    ("mkldnn", "all"),
+    *((backend, "all") for backend in ("generic", "cuda", "mkldnn")),
     *((backend, op) for backend in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn")),
 )
 """Names with an `fp32_precision`. If a name has no value, the value of `all` applies."""
@@ -394,11 +392,7 @@ _PIECES: tuple[_Piece, ...] = (
     _Piece("vLLM's loggers", _loggers, _set_loggers),
     _Piece("the working directory", os.getcwd, os.chdir),
     _Piece("the signal handlers", _handlers, _set_handlers),
-    _Piece(
-        "the CPU affinity",
-        lambda: os.sched_getaffinity(0),
-        lambda cpus: os.sched_setaffinity(0, cpus),
-    ),
+    _Piece("the CPU affinity", partial(os.sched_getaffinity, 0), partial(os.sched_setaffinity, 0)),
     _Piece("the umask", _umask, lambda mask: os.umask(int(mask, 8))),
     _Piece(
         "the limit of open files",
