@@ -116,6 +116,10 @@ class Wanted:
         return replace(self, **changed)
 
 
+Expected = Sequence[Wanted | None]
+"""Expected outputs of a call; None for a missing one."""
+
+
 @dataclass(frozen=True)
 class Near(Wanted):
     """Output with a tolerance for each element.

@@ -28,7 +28,7 @@ from . import launches
 from .batches import FIXED_COUNTS, POOL, Order
 from .batches import rows as drawn_rows
 from .budget import Budget, Valve
-from .expected import Wanted
+from .expected import Expected
 from .form import Form
 from .guarded import Guarded, guarded
 from .oracle import wanted_of
@@ -246,7 +246,7 @@ class Trials:
         return memories
 
     @cached_property
-    def wanted(self) -> list[list[Wanted | None]]:
+    def wanted(self) -> list[Expected]:
         return [wanted_of(self.spec, sample) for sample in self.samples]
 
     @cached_property
