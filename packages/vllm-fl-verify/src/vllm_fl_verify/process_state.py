@@ -17,7 +17,6 @@ import gc
 import logging
 import os
 import random
-import resource
 import signal
 import threading
 import time
@@ -27,6 +26,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
+from resource import RLIMIT_NOFILE, getrlimit, setrlimit
 from typing import Any, NamedTuple
 
 import torch
@@ -396,8 +396,8 @@ _PIECES: tuple[_Piece, ...] = (
     _Piece("the umask", _umask, lambda mask: os.umask(int(mask, 8))),
     _Piece(
         "the limit of open files",
-        lambda: resource.getrlimit(resource.RLIMIT_NOFILE),
-        lambda limits: resource.setrlimit(resource.RLIMIT_NOFILE, limits),
+        partial(getrlimit, RLIMIT_NOFILE),
+        partial(setrlimit, RLIMIT_NOFILE),
     ),
 )
 

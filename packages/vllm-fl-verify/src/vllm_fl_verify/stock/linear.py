@@ -167,14 +167,12 @@ class Linears:
         self.roundings: dict[str, float] = {}
         """Layer -> relative error for random rows, which includes the rounding of activations."""
 
-    def watch(self, model: Module, names: Mapping[Module, str] | None = None) -> None:
-        """Compare each linear layer of a new model when vLLM has converted its weights.
+    def watch(self, names: Mapping[Module, str]) -> None:
+        """Compare each linear layer when vLLM has converted its weights.
 
         Args:
-            names: layer -> its name, for the layers to compare. None: all layers.
+            names: layer of a new model -> its name.
         """
-        if names is None:
-            names = {module: name for name, module in model.named_modules()}
         for layer in names:
             method: Any = getattr(layer, "quant_method", None)
             known = is_linear(layer) or is_mixture(layer)

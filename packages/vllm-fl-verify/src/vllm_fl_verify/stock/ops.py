@@ -40,8 +40,7 @@ def compare_layers(worker: Any, models: Mapping[str, Any], rows: StockRows) -> N
     live = Live(Plan("eager", {}, contracts=specs), models, worker.device)
     config = worker.vllm_config
     most = config.scheduler_config.max_num_batched_tokens
-    table = {layer.base: layer for layer in layer_table()}
-    with live.watching(), _compared(live, models, table, rows), host_threads(worker.device):
+    with live.watching(), _compared(live, rows), host_threads(worker.device):
         for tokens in sorted({min(count, most) for count in probe.FORWARD_SIZES}, reverse=True):
             why = probe.forward(worker.model_runner, models, config, tokens)
             if why:
@@ -51,12 +50,11 @@ def compare_layers(worker: Any, models: Mapping[str, Any], rows: StockRows) -> N
 
 
 @contextmanager
-def _compared(
-    live: Live, models: Mapping[str, Any], table: Mapping[type, LayerClass], rows: StockRows
-) -> Iterator[None]:
-    """Inside the block, compare the calls of these layers."""
+def _compared(live: Live, rows: StockRows) -> Iterator[None]:
+    """Inside the block, compare the calls of layers that have a contract."""
+    table = {layer.base: layer for layer in layer_table()}
     with ExitStack() as back:
-        for prefix, model in models.items():
+        for prefix, model in live.models.items():
             for name, module in model.named_modules():
                 layer = table.get(type(module))
                 if layer is not None and "forward" not in vars(module):
