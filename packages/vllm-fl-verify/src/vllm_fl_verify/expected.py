@@ -340,11 +340,9 @@ class Routed(Wanted):
         if bool(others.any()):
             exact, order = want.exact.sort(-1)
             weights = torch.where(others, weights.sort(-1).values, weights)
-            want = replace(
-                want,
-                exact=torch.where(others, exact, want.exact),
-                allowed=torch.where(others, want.allowed.gather(-1, order), want.allowed),
-            )
+            exact = torch.where(others, exact, want.exact)
+            allowed = torch.where(others, want.allowed.gather(-1, order), want.allowed)
+            want = replace(want, exact=exact, allowed=allowed)
         return want.share(weights)
 
 
@@ -418,9 +416,8 @@ def spread(scale: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         return scale.reshape(())
     if tuple(scale.shape) == tuple(shape[:-1]):
         scale = scale.unsqueeze(-1)
-    if scale.ndim != len(shape) or any(
-        n > size for n, size in zip(scale.shape, shape, strict=True)
-    ):
+    fits = all(groups <= size for groups, size in zip(scale.shape, shape, strict=False))
+    if scale.ndim != len(shape) or not fits:
         raise ValueError(
             f"a scale of shape {tuple(scale.shape)} does not fit a value of shape {tuple(shape)}: "
             "it needs one element, the value's shape without its last dimension, or a number of "

@@ -7,13 +7,12 @@ the contract, and a `Form` for each kind of call of the model.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import gc
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -154,7 +153,7 @@ class Request:
 
 def _within(least: int, most: float, sizes: ModelSizes) -> ModelSizes:
     counts = {int(max(least, min(n, most))) for n in sizes.tokens}
-    return dataclasses.replace(sizes, tokens=tuple(sorted(counts)))
+    return replace(sizes, tokens=tuple(sorted(counts)))
 
 
 def lowered(fn: Callable[..., Any], backend: str) -> Callable[..., Any]:
@@ -227,7 +226,7 @@ class Trials:
 
     def _served(self, counts: Iterable[int], large: bool) -> Iterable[Sample]:
         assert self.sizes is not None
-        sizes = dataclasses.replace(self.sizes, tokens=(*counts,))
+        sizes = replace(self.sizes, tokens=(*counts,))
         return self.spec.served(sizes, self.dtype, self.device, large)
 
     def shared(self) -> dict[int, Guarded]:
@@ -334,9 +333,7 @@ def as_provided(spec: OpSpec, sample: Sample, dtypes: Mapping[str, torch.dtype])
 
     suffix = "".join(f", {name} {dtype_name(dtype)}" for name, dtype in others.items())
     repeats = sample.repeats and (changed(sample.repeats[0]), sample.repeats[1])
-    return dataclasses.replace(
-        sample, name=sample.name + suffix, args=changed(sample.args), repeats=repeats
-    )
+    return replace(sample, name=sample.name + suffix, args=changed(sample.args), repeats=repeats)
 
 
 @contextmanager

@@ -52,11 +52,10 @@ class Experts:
         count = int(config.num_local_experts)
         some = max(COMPARED_EXPERTS, int(config.experts_per_token))
         self.chosen = torch.randperm(count, generator=generator)[:some].sort().values
-        own = {name: value for name, value in layer._parameters.items() if value is not None}
         self.held = {
             name: value.detach()[self.chosen.to(value.device)].clone()
-            for name, value in own.items()
-            if value.shape[:1] == (count,) and not value.is_meta
+            for name, value in layer._parameters.items()
+            if value is not None and value.shape[:1] == (count,) and not value.is_meta
         }
 
     def compare(self, rows: StockRows, key: RowKey, name: str, spec: OpSpec) -> None:
