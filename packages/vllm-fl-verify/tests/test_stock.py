@@ -24,7 +24,6 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from vllm_fl.engine.plan import Plan
-from vllm_fl.integration.patchers.layers import layer_table
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl_verify.graphs import without_graphs
 from vllm_fl_verify.live import Live
@@ -52,7 +51,7 @@ def compared(layer: Any, fault: Callable[[], None] | None = None) -> tuple[Linea
             convert(of)
 
         vars(target)["process_weights_after_loading"] = process
-    linears.watch(nn.ModuleDict({"projection": layer}))
+    linears.watch({layer: "projection"})
     layer.quant_method.process_weights_after_loading(layer)
     return linears, rows
 
@@ -159,7 +158,7 @@ def test_a_transposed_block_scale_is_found(transposes: bool, draw: random.Random
     layer.weight_block_size = [128, 128]
     layer.quant_method = Blocks(transposes)
     rows = StockRows()
-    Linears(rows).watch(nn.ModuleDict({"down": layer}))
+    Linears(rows).watch({layer: "down"})
     layer.quant_method.process_weights_after_loading(layer)
     (row,) = rows.to_json()
     assert (row["kind"], row["class"]) == ("ReplicatedLinear", "Blocks")
@@ -264,8 +263,7 @@ def test_layers_are_compared_with_their_contracts(share: float, draw: random.Ran
     layers[faulty]._forward_method = scaled
     live = Live(Plan("eager", {}, contracts=specs), {"": layers}, torch.device("cpu"))
     rows, x = StockRows(), torch.randn(40, 128)
-    table = {layer.base: layer for layer in layer_table()}
-    with torch.inference_mode(), live.watching(), _compared(live, {"": layers}, table, rows):
+    with torch.inference_mode(), live.watching(), _compared(live, rows):
         for name, layer in layers.items():
             if name == "rope":
                 q, k = layer(torch.arange(40), x.clone(), x.clone())

@@ -7,7 +7,7 @@ model's sizes.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, TypeVar
 
@@ -127,21 +127,23 @@ Verdicts = Generator[Determinism, None, T]
 """Results of a measurement. Only the first is used."""
 
 
+@dataclass
 class _Measured:
-    """One implementation, and its results for each pool, computed as one batch in order."""
+    """One implementation, and its results for each pool, computed as one batch in order.
 
-    def __init__(
-        self,
-        impl: OpImpl,
-        trials: Trials,
-        call: Callable[..., Any],
-        watch: breadcrumb.Watchdog,
-    ) -> None:
-        self.impl, self.trials, self.call, self.watch = impl, trials, call, watch
-        self.pool = torch.arange(min(POOL, trials.largest), device=trials.device)
-        self.whole: dict[str, Bits | None] = {}
-        """Form's name -> bits of its pool's rows in one batch. None if the batch is not
-        supported."""
+    Args:
+        whole: form's name -> bits of its pool's rows in one batch. None if the batch is not
+            supported.
+    """
+
+    impl: OpImpl
+    trials: Trials
+    call: Callable[..., Any]
+    watch: breadcrumb.Watchdog
+    whole: dict[str, Bits | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.pool = torch.arange(min(POOL, self.trials.largest), device=self.trials.device)
 
     def verdicts(
         self, always: Sequence[int], further: Sequence[int], budget: Budget

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 import torch
@@ -108,15 +108,16 @@ class Wanted:
         return True
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        held = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(
-            self,
-            **{
-                name: value._each(change) if isinstance(value, Wanted) else change(value)
-                for name, value in held.items()
-                if isinstance(value, torch.Tensor | Wanted)
-            },
-        )
+        changed = {
+            name: value._each(change) if isinstance(value, Wanted) else change(value)
+            for name, value in vars(self).items()
+            if isinstance(value, torch.Tensor | Wanted)
+        }
+        return replace(self, **changed)
+
+
+Expected = Sequence[Wanted | None]
+"""Expected outputs of a call; None for a missing one."""
 
 
 @dataclass(frozen=True)
@@ -339,11 +340,9 @@ class Routed(Wanted):
         if bool(others.any()):
             exact, order = want.exact.sort(-1)
             weights = torch.where(others, weights.sort(-1).values, weights)
-            want = replace(
-                want,
-                exact=torch.where(others, exact, want.exact),
-                allowed=torch.where(others, want.allowed.gather(-1, order), want.allowed),
-            )
+            exact = torch.where(others, exact, want.exact)
+            allowed = torch.where(others, want.allowed.gather(-1, order), want.allowed)
+            want = replace(want, exact=exact, allowed=allowed)
         return want.share(weights)
 
 
@@ -417,9 +416,8 @@ def spread(scale: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         return scale.reshape(())
     if tuple(scale.shape) == tuple(shape[:-1]):
         scale = scale.unsqueeze(-1)
-    if scale.ndim != len(shape) or any(
-        n > size for n, size in zip(scale.shape, shape, strict=True)
-    ):
+    fits = all(groups <= size for groups, size in zip(scale.shape, shape, strict=False))
+    if scale.ndim != len(shape) or not fits:
         raise ValueError(
             f"a scale of shape {tuple(scale.shape)} does not fit a value of shape {tuple(shape)}: "
             "it needs one element, the value's shape without its last dimension, or a number of "

@@ -11,7 +11,7 @@ import torch
 from vllm_fl.contracts import OpSpec, QuantisedPair, Sample, Within
 
 from .budget import as_calls
-from .expected import Deviation, Wanted
+from .expected import Deviation, Expected
 from .guarded import Guarded, bits, guarded, handed_over, taken, words
 from .oracle import each_part, parts, wanted_of, worst
 
@@ -28,7 +28,7 @@ class Form:
         self.name = ordinary.name.partition(" x ")[2]
         self.static = guarded(self._others(ordinary))
         self._pools: dict[bool, Guarded] = {}
-        self._wanted: dict[bool, list[Wanted | None]] = {}
+        self._wanted: dict[bool, Expected] = {}
 
     def _put_zeros(self, sample: Sample) -> None:
         """Set one row of the activations to zero, because a kernel may skip such a row. If results
@@ -100,7 +100,7 @@ class Form:
     def _rows(self) -> int:
         return int(self.spec.tokens(self.samples[0].args))
 
-    def _of(self, sample: Sample, device: torch.device) -> list[Wanted | None]:
+    def _of(self, sample: Sample, device: torch.device) -> Expected:
         tokens = None
         if not self.spec.whole_batch:
             tokens = next(map(len, self.spec.with_rows(sample.args).values()), None)

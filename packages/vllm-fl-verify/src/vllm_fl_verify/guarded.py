@@ -125,11 +125,8 @@ def guarded(
         poisons: whether to fill gaps of strided views with NaN. If not, the gaps are copied.
     """
     storages: dict[int, _Storage] = {}
-    activations = {
-        arg.untyped_storage().data_ptr()
-        for name, arg in arguments.items()
-        if isinstance(arg, torch.Tensor) and name in by_token
-    }
+    of_tokens = map(arguments.get, by_token)
+    activations = {x.untyped_storage().data_ptr() for x in of_tokens if isinstance(x, torch.Tensor)}
     laid: dict[str, Any] = {}
     for name, arg in arguments.items():
         if not isinstance(arg, torch.Tensor):
@@ -232,9 +229,8 @@ def words(tensor: torch.Tensor) -> torch.Tensor:
 def handed_over(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return new tensors, like layers that pass `.data`. Their version counters do not count
     changes."""
-    return {
-        name: arg.data if isinstance(arg, torch.Tensor) else arg for name, arg in arguments.items()
-    }
+    given = arguments.items()
+    return {name: arg.data if isinstance(arg, torch.Tensor) else arg for name, arg in given}
 
 
 def laid_like(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -28,13 +29,7 @@ def launch_edges(
         kernels: token count -> kernels that a call launches.
         goes_on: returns whether to continue. Called before each call of `kernels`.
     """
-    known: dict[int, Launched] = {}
-
-    def at(tokens: int) -> Launched:
-        if tokens not in known:
-            known[tokens] = kernels(tokens)
-        return known[tokens]
-
+    at = cache(kernels)
     powers = (1 << n for n in range(largest.bit_length()))
     counts = sorted({*(n for n in powers if n > smallest), smallest, largest})
     for below, above in pairwise(counts):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -41,7 +41,7 @@ def relaid(spec: OpSpec, samples: Iterable[Sample]) -> Iterator[Sample]:
                 args = (*sample.args[:at], other, *sample.args[at + 1 :])
                 if other.stride() != x.stride() and spec.check(*args) is None:
                     called = f"{sample.name}, {name} {how}"
-                    yield dataclasses.replace(sample, name=called, args=args, relaid=True)
+                    yield replace(sample, name=called, args=args, relaid=True)
 
 
 def enlarged(spec: OpSpec, samples: Iterable[Sample]) -> Iterator[Sample]:
@@ -64,9 +64,7 @@ def enlarged(spec: OpSpec, samples: Iterable[Sample]) -> Iterator[Sample]:
         if spec.check(*args) is None:
             of = (row for row, source in enumerate(drawn.tolist()) if source in sample.open_rows)
             name, is_open = f"{sample.name}, {ROWS} rows", (*of,)
-            yield dataclasses.replace(
-                sample, name=name, args=args, open_rows=is_open, enlarged=True
-            )
+            yield replace(sample, name=name, args=args, open_rows=is_open, enlarged=True)
 
 
 def _option(arg: Any) -> Any:

@@ -29,7 +29,7 @@ from vllm_fl.text import quote
 from .budget import Budget, Valve, as_calls
 from .expected import Deviation
 from .guarded import Guarded, in_place, taken
-from .oracle import each_part, magnitudes, wanted_of, worst
+from .oracle import activations, each_part, magnitudes, wanted_of, worst
 from .replacing import computes, replacing
 from .verification import (
     CallFailure,
@@ -403,14 +403,8 @@ def _largest(spec: OpSpec, args: Sequence[Any]) -> float:
 
 def _is_real(spec: OpSpec, args: Sequence[Any]) -> bool:
     """Whether a model may compute such activations. They may include -inf, for masks."""
-    return all(
-        float(arg.float().nan_to_num(torch.inf, torch.inf, 0.0).abs().amax()) <= REAL
-        for name, arg in spec.named(args).items()
-        if name in spec.by_token
-        and isinstance(arg, torch.Tensor)
-        and arg.is_floating_point()
-        and arg.numel()
-    )
+    floats = (each.float() for each in activations(spec, args).values())
+    return all(float(x.nan_to_num(torch.inf, torch.inf, 0.0).abs().amax()) <= REAL for x in floats)
 
 
 def _kind_of(layer: str) -> str:

@@ -150,10 +150,8 @@ def compare_with_cache(engine: Engine) -> dict[Key, Objection]:
         remark = f"not verified on live tensors {beside}: {not_run}"
         remark = remark if not_run else _compared(engine, live, began, f" {beside},")
         engine.remarks[Moment.CACHED].append(remark)
-    return {
-        key: replace(each, reason=f"{each.reason} ({beside})")
-        for key, each in live.objections.items()
-    }
+    found = live.objections.items()
+    return {key: replace(each, reason=f"{each.reason} ({beside})") for key, each in found}
 
 
 def compare_attention(engine: Engine) -> None:

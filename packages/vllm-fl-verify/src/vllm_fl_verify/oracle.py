@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from vllm_fl.text import quote
 from .expected import (
     Blocks,
     Deviation,
+    Expected,
     Near,
     Pair,
     Routed,
@@ -31,9 +32,7 @@ from .guarded import taken
 MEASURED_OUTPUTS = (Within, Exact, QuantisedPair)
 
 
-def wanted_here(
-    spec: OpSpec, args: Sequence[Any], scale: torch.Tensor | float
-) -> list[Wanted | None]:
+def wanted_here(spec: OpSpec, args: Sequence[Any], scale: torch.Tensor | float) -> Expected:
     """Compute expected outputs in fp64, like `wanted_of` but on the device of the arguments.
 
     Args:
@@ -99,11 +98,9 @@ def _each_wanted(
         exact, shapes = parts(spec.oracle(*args)), parts(spec.fake(*args))
     except Exception as error:  # an error of the contract, not of the implementation
         raise ValueError(f"{where}: its oracle or its fake raised {quote(error)}") from error
-    if [_shape(part) for part in exact] != [_shape(part) for part in shapes]:
-        raise ValueError(
-            f"{where}: the oracle returns the shapes {[*map(_shape, exact)]}, the fake "
-            f"{[*map(_shape, shapes)]}"
-        )
+    own, faked = ([*map(_shape, some)] for some in (exact, shapes))
+    if own != faked:
+        raise ValueError(f"{where}: the oracle returns the shapes {own}, the fake {faked}")
     if spec.variants and (given := _given(spec, args)) != len(exact):
         raise ValueError(
             f"{where}: the oracle returns {len(exact)} results, the variant for this call {given}; "
@@ -172,7 +169,7 @@ def _near(
     return Near(exact, tolerance.atol * scale + tolerance.rtol * exact.abs(), dtype)
 
 
-def worst(got: Any, wanted: Iterable[Wanted | None], places: Tokens = None) -> Deviation:
+def worst(got: Any, wanted: Expected, places: Tokens = None) -> Deviation:
     """Return the error of a call's results.
 
     Args:
@@ -188,18 +185,14 @@ def worst(got: Any, wanted: Iterable[Wanted | None], places: Tokens = None) -> D
     return largest, ""
 
 
-def measures(
-    got: Any, wanted: Iterable[Wanted | None], what: Literal["bias", "slope"]
-) -> dict[str, float]:
+def measures(got: Any, wanted: Expected, what: Literal["bias", "slope"]) -> dict[str, float]:
     """Return result -> measure of its errors. Omits results with too few elements. Arguments are as
     for `worst`."""
     found = {names[0]: getattr(want, what)(mine) for want, mine, names in paired(got, wanted)}
     return {name: number for name, number in found.items() if not math.isnan(number)}
 
 
-def paired(
-    got: Any, wanted: Iterable[Wanted | None]
-) -> Iterator[tuple[Wanted, list[torch.Tensor], list[str]]]:
+def paired(got: Any, wanted: Expected) -> Iterator[tuple[Wanted, list[torch.Tensor], list[str]]]:
     """Yield (expected output, its results, their names for messages). Omits empty outputs."""
     at, results = 0, parts(got)
     for want in wanted:
@@ -221,16 +214,21 @@ def each_part(result: Any, change: Callable[[Any], Any]) -> Any:
     return changed if isinstance(result, tuple) else changed[0]
 
 
+def activations(spec: OpSpec, args: Sequence[Any]) -> dict[str, torch.Tensor]:
+    """Return the floating-point activations of a call, without empty ones."""
+    of_token = ((name, arg) for name, arg in spec.named(args).items() if name in spec.by_token)
+    tensors = ((name, arg) for name, arg in of_token if isinstance(arg, torch.Tensor))
+    return {name: arg for name, arg in tensors if arg.is_floating_point() and arg.numel()}
+
+
 def magnitudes(spec: OpSpec, args: Sequence[Any]) -> torch.Tensor | float:
     """Return the maximum magnitude of the finite activations in each row of a call, at least 1.
     Magnitudes of 8-bit activations are multiplied by those of their scales."""
     wide, is_scaled = [], False
-    for name, arg in spec.named(args).items():
-        is_float = isinstance(arg, torch.Tensor) and arg.is_floating_point() and arg.numel()
-        if name in spec.by_token and is_float:
-            rows = len(arg) if spec.has_rows(name, arg) else 1
-            wide.append(arg.double().abs().nan_to_num_(0.0, 0.0, 0.0).reshape(rows, -1).amax(1))
-            is_scaled |= arg.itemsize == 1
+    for name, arg in activations(spec, args).items():
+        rows = len(arg) if spec.has_rows(name, arg) else 1
+        wide.append(arg.double().abs().nan_to_num_(0.0, 0.0, 0.0).reshape(rows, -1).amax(1))
+        is_scaled |= arg.itemsize == 1
     by = torch.mul if is_scaled else torch.maximum
     return reduce(by, wide).clamp(min=1.0) if wide else 1.0
 

@@ -17,7 +17,6 @@ import gc
 import logging
 import os
 import random
-import resource
 import signal
 import threading
 import time
@@ -27,6 +26,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
+from resource import RLIMIT_NOFILE, getrlimit, setrlimit
 from typing import Any, NamedTuple
 
 import torch
@@ -316,9 +316,7 @@ def _set_each(put: Callable[..., object], values: Any) -> None:
 
 
 PRECISIONS = (
-    ("generic", "all"),
-    ("cuda", "all"),
-    ("mkldnn", "all"),
+    *((backend, "all") for backend in ("generic", "cuda", "mkldnn")),
     *((backend, op) for backend in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn")),
 )
 """Names with an `fp32_precision`. If a name has no value, the value of `all` applies."""
@@ -394,16 +392,12 @@ _PIECES: tuple[_Piece, ...] = (
     _Piece("vLLM's loggers", _loggers, _set_loggers),
     _Piece("the working directory", os.getcwd, os.chdir),
     _Piece("the signal handlers", _handlers, _set_handlers),
-    _Piece(
-        "the CPU affinity",
-        lambda: os.sched_getaffinity(0),
-        lambda cpus: os.sched_setaffinity(0, cpus),
-    ),
+    _Piece("the CPU affinity", partial(os.sched_getaffinity, 0), partial(os.sched_setaffinity, 0)),
     _Piece("the umask", _umask, lambda mask: os.umask(int(mask, 8))),
     _Piece(
         "the limit of open files",
-        lambda: resource.getrlimit(resource.RLIMIT_NOFILE),
-        lambda limits: resource.setrlimit(resource.RLIMIT_NOFILE, limits),
+        partial(getrlimit, RLIMIT_NOFILE),
+        partial(setrlimit, RLIMIT_NOFILE),
     ),
 )
 

@@ -171,7 +171,7 @@ class MadeLayer:
             fill(layer, torch.Generator("cpu").manual_seed(self.seed))
             chosen = type(kernel_of(layer, layer.quant_method))
             if chosen is cls:
-                linears.watch(torch.nn.ModuleDict({"made": layer}), {layer: name})
+                linears.watch({layer: name})
                 stack.enter_context(torch.device("cpu"))  # the default while vLLM loads weights
                 convert = partial(layer.quant_method.process_weights_after_loading, layer)
                 if self.reloads:
@@ -226,7 +226,7 @@ def watching_layers(engine: Any) -> Iterator[None]:
                 found.setdefault((chosen.op, impl_id), {})[layer] = name
         for key, named in found.items():
             linears = Linears(StockRows(), seed=checks_of(engine).seed)
-            linears.watch(model, named)
+            linears.watch(named)
             _state(engine).linears.append((key, linears))
 
     with new_models(watch):

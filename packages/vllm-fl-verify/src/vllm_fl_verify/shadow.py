@@ -10,13 +10,12 @@ additional time therefore does not grow with the depth of the model.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from typing import Any
 
@@ -81,7 +80,7 @@ class Tally:
     inf: int = 0
 
     def plus(self, other: Tally) -> Tally:
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        pairs = zip(astuple(self), astuple(other), strict=True)
         return Tally(*(max(a, b) if isinstance(a, float) else a + b for a, b in pairs))
 
     @classmethod
@@ -183,7 +182,7 @@ class Shadow:
         compared: dict[str, dict[str, dict[str, Any]]] = {}
         for (op, impl_id, tokens), tally in sorted(self.seen.items()):
             of_impl = compared.setdefault(op, {}).setdefault(impl_id, {})
-            of_impl[str(tokens)] = dataclasses.asdict(tally)
+            of_impl[str(tokens)] = asdict(tally)
         return {
             "rate": self.rate,
             "steps": self.steps,

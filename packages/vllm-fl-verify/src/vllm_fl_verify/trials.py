@@ -7,13 +7,12 @@ the contract, and a `Form` for each kind of call of the model.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import gc
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -28,7 +27,7 @@ from . import launches
 from .batches import FIXED_COUNTS, POOL, Order
 from .batches import rows as drawn_rows
 from .budget import Budget, Valve
-from .expected import Wanted
+from .expected import Expected
 from .form import Form
 from .guarded import Guarded, guarded
 from .oracle import wanted_of
@@ -154,7 +153,7 @@ class Request:
 
 def _within(least: int, most: float, sizes: ModelSizes) -> ModelSizes:
     counts = {int(max(least, min(n, most))) for n in sizes.tokens}
-    return dataclasses.replace(sizes, tokens=tuple(sorted(counts)))
+    return replace(sizes, tokens=tuple(sorted(counts)))
 
 
 def lowered(fn: Callable[..., Any], backend: str) -> Callable[..., Any]:
@@ -223,11 +222,12 @@ class Trials:
         if self.sizes is None or not self.spec.fixed_batch:
             return []
         counts = self.among(FIXED_COUNTS)
-        usual, last = (dataclasses.replace(self.sizes, tokens=(*n,)) for n in (counts, counts[-1:]))
-        return [
-            *self.spec.served(usual, self.dtype, self.device, False),
-            *self.spec.served(last, self.dtype, self.device, True),
-        ]
+        return [*self._served(counts, False), *self._served(counts[-1:], True)]
+
+    def _served(self, counts: Iterable[int], large: bool) -> Iterable[Sample]:
+        assert self.sizes is not None
+        sizes = replace(self.sizes, tokens=(*counts,))
+        return self.spec.served(sizes, self.dtype, self.device, large)
 
     def shared(self) -> dict[int, Guarded]:
         """Return index of a fixed batch -> memory. Batches of equal shapes share memory, so even
@@ -245,15 +245,15 @@ class Trials:
         return memories
 
     @cached_property
-    def wanted(self) -> list[list[Wanted | None]]:
+    def wanted(self) -> list[Expected]:
         return [wanted_of(self.spec, sample) for sample in self.samples]
 
     @cached_property
     def forms(self) -> list[Form]:
         if self.sizes is None or self.spec.fixed_batch:
             return []
-        pool = dataclasses.replace(self.sizes, tokens=(min(self.pool, self.largest),))
-        kinds = (self.spec.served(pool, self.dtype, self.device, big) for big in (False, True))
+        pool = (min(self.pool, self.largest),)
+        kinds = (self._served(pool, large) for large in (False, True))
         pairs = [*zip(*kinds, strict=True)]
         passed: dict[tuple[int, str], list[Sample]] = {}
         for dtypes in self.provided:
@@ -277,8 +277,7 @@ class Trials:
         served: list[Sample] = []
         if self.sizes is not None:
             for count in self.drawn_counts(FIXED_COUNTS[-1]):
-                sizes = dataclasses.replace(self.sizes, tokens=(count,))
-                served += self.spec.served(sizes, self.dtype, self.device, False)
+                served += self._served((count,), False)
         if served:
             return served
         known = [s for s in self.spec.samples(self.dtype, self.device) if self.spec.tokens(s.args)]
@@ -334,9 +333,7 @@ def as_provided(spec: OpSpec, sample: Sample, dtypes: Mapping[str, torch.dtype])
 
     suffix = "".join(f", {name} {dtype_name(dtype)}" for name, dtype in others.items())
     repeats = sample.repeats and (changed(sample.repeats[0]), sample.repeats[1])
-    return dataclasses.replace(
-        sample, name=sample.name + suffix, args=changed(sample.args), repeats=repeats
-    )
+    return replace(sample, name=sample.name + suffix, args=changed(sample.args), repeats=repeats)
 
 
 @contextmanager

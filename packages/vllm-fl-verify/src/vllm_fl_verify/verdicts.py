@@ -86,7 +86,7 @@ def write_verdict(verdict: KeptVerdict) -> None:
     try:
         with _opened(creates=True) as folder:
             try:
-                _write(folder, part, f"{_checksum(text)}\n{text}".encode())
+                _write(folder, part, f"{hashed(text)}\n{text}".encode())
                 os.replace(part, f"{verdict.key}.json", src_dir_fd=folder, dst_dir_fd=folder)
             finally:
                 with suppress(FileNotFoundError):  # it has its name
@@ -162,7 +162,7 @@ def _content(folder: int, name: str) -> bytes:
 
 def _parsed(data: bytes, parts: Mapping[str, str]) -> KeptVerdict:
     checksum, _, text = data.decode().partition("\n")
-    if len(data) > LARGEST or _checksum(text) != checksum:
+    if len(data) > LARGEST or hashed(text) != checksum:
         raise ValueError("its checksum differs")
     body = json.loads(text)
     if body["version"] != FILE_FORMAT or body["parts"] != parts:
@@ -175,7 +175,3 @@ def _write(folder: int, name: str, data: bytes) -> None:
     with open(os.open(name, flags, 0o600, dir_fd=folder), "wb", buffering=0) as file:
         file.write(data)
         os.fsync(file.fileno())
-
-
-def _checksum(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -19,7 +19,7 @@ from vllm_fl.plugins.signatures import verdict_of
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.text import clean, quote
 
-from .expected import Deviation, Wanted
+from .expected import Deviation, Expected
 from .guarded import Guarded, guarded
 from .layouts import enlarged, relaid
 from .oracle import closed, measures, parts, wanted_of, worst
@@ -197,7 +197,7 @@ def compare(
     dtype: torch.dtype,
     *,
     deviation: Callable[[Any], Deviation] | None = None,
-    wanted: Sequence[Wanted | None] | None = None,
+    wanted: Expected | None = None,
     layer_for: LayerFactory | None = None,
     packed: bool | None = None,
     memory: Guarded | None = None,

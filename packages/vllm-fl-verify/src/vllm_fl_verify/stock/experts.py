@@ -10,11 +10,12 @@ import inspect
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vllm_fl.contracts import OpSpec
 
 from ..expected import Near
-from .rows import StockRows
+from .rows import RowKey, StockRows
 from .weights import dequantised
 
 COMPARED_EXPERTS = 8
@@ -51,14 +52,13 @@ class Experts:
         count = int(config.num_local_experts)
         some = max(COMPARED_EXPERTS, int(config.experts_per_token))
         self.chosen = torch.randperm(count, generator=generator)[:some].sort().values
-        own = {name: value for name, value in layer._parameters.items() if value is not None}
         self.held = {
             name: value.detach()[self.chosen.to(value.device)].clone()
-            for name, value in own.items()
-            if value.shape[:1] == (count,) and not value.is_meta
+            for name, value in layer._parameters.items()
+            if value is not None and value.shape[:1] == (count,) and not value.is_meta
         }
 
-    def compare(self, rows: StockRows, key: tuple[str, str, str], name: str, spec: OpSpec) -> None:
+    def compare(self, rows: StockRows, key: RowKey, name: str, spec: OpSpec) -> None:
         """Compare calls that use only these experts with the op's reference result."""
         method, layer = self.layer.quant_method, self.layer
         wanted = inspect.signature(method.apply).parameters
@@ -87,24 +87,20 @@ class Experts:
             share, problem = Near(exact, allowed, dtype).deviation([got], ["the result"], None)
             rows.add(key, name, share, problem and f"{problem}; {tokens} random rows")
 
-    def _weights(
-        self, prefix: str, shape: tuple[int, int], widths: list[int]
-    ) -> torch.Tensor | None:
+    def _weights(self, prefix: str, shape: tuple[int, int], widths: list[int]) -> Tensor | None:
         block = getattr(self.layer, "weight_block_size", None)
+        named = ((name, value) for name, value in self.held.items() if name.startswith(prefix))
+        own = {name.removeprefix(prefix): value for name, value in named}
         found = []
         for at in range(len(self.chosen)):
-            own = {
-                name.removeprefix(prefix): value[at]
-                for name, value in self.held.items()
-                if name.startswith(prefix)
-            }
-            weight = dequantised(own, shape, widths, block)
+            one = {name: value[at] for name, value in own.items()}
+            weight = dequantised(one, shape, widths, block)
             if weight is None:
                 return None
             found.append(weight)
         return torch.stack(found)
 
-    def _routing(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _routing(self, tokens: int) -> tuple[Tensor, Tensor]:
         """Return (numbers of the chosen experts, weights) of random tokens."""
         k, count = int(self.layer.moe_config.experts_per_token), len(self.chosen)
         # The default dtype is that of the model while vLLM loads it.
@@ -113,7 +109,7 @@ class Experts:
         weights = torch.rand(tokens, k, **given) + 0.1
         return order[:, :k], weights / weights.sum(1, keepdim=True)
 
-    def _global(self, ids: torch.Tensor) -> torch.Tensor:
+    def _global(self, ids: Tensor) -> Tensor:
         """Return the numbers of experts over all ranks."""
         numbers = self.chosen.to(ids.device)
         placed = self.layer.expert_map

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -20,6 +20,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch.nn import Module
 
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.integration.patchers.kernel_classes import (
@@ -34,7 +35,7 @@ from vllm_fl.text import quote
 from ..expected import Near
 from ..guarded import freed_nan
 from .experts import OF_EXPERTS, Experts
-from .rows import StockRows
+from .rows import RowKey, StockRows
 from .weights import Held, dequantised, held_by
 
 PROBE_SIZES = (1, 17, 31, 32, 256)
@@ -60,9 +61,10 @@ the sum of each 32 products (arXiv:2412.19437, section 3.3.2)."""
 LOADER = "vllm.model_executor.model_loader"
 """vLLM's package with the function that creates a model, which its modules import by name."""
 
-LOADED, GIVEN, RELOADED = "the checkpoint's tensors", "dequantised weights", "weights loaded again"
+Convert = Callable[..., None]
+"""A method's `process_weights_after_loading`."""
 
-RowKey = tuple[str, str, str]
+LOADED, GIVEN, RELOADED = "the checkpoint's tensors", "dequantised weights", "weights loaded again"
 
 
 @dataclass(frozen=True)
@@ -140,10 +142,8 @@ class _Layer:
         else:
             out = getattr(it, "output_size_per_partition", it.output_size)
             shape = out, getattr(it, "input_size_per_partition", it.input_size)
-        widths, block = (
-            getattr(it, "logical_widths", [shape[0]]),
-            getattr(it, "weight_block_size", None),
-        )
+        widths = getattr(it, "logical_widths", [shape[0]])
+        block = getattr(it, "weight_block_size", None)
         config = getattr(it.quant_method, "quant_config", None)
         from_one = getattr(config, "checkpoint_format", "") != "gptq_v2" and self.kernel is not None
         return dequantised(held, shape, widths, block, from_one=from_one)
@@ -158,9 +158,7 @@ class Linears:
         seed: of the inputs.
     """
 
-    def __init__(
-        self, rows: StockRows, sizes: tuple[int, ...] = PROBE_SIZES, seed: int = 0
-    ) -> None:
+    def __init__(self, rows: StockRows, sizes: Sequence[int] = PROBE_SIZES, seed: int = 0) -> None:
         self.rows, self.sizes = rows, sizes
         self._generator = torch.Generator("cpu").manual_seed(seed)
         self.kept: dict[str, tuple[_Layer, torch.Tensor, Near]] = {}
@@ -169,16 +167,12 @@ class Linears:
         self.roundings: dict[str, float] = {}
         """Layer -> relative error for random rows, which includes the rounding of activations."""
 
-    def watch(
-        self, model: torch.nn.Module, names: dict[torch.nn.Module, str] | None = None
-    ) -> None:
-        """Compare each linear layer of a new model when vLLM has converted its weights.
+    def watch(self, names: Mapping[Module, str]) -> None:
+        """Compare each linear layer when vLLM has converted its weights.
 
         Args:
-            names: layer -> its name, for the layers to compare. None: all layers.
+            names: layer of a new model -> its name.
         """
-        if names is None:
-            names = {module: name for name, module in model.named_modules()}
         for layer in names:
             method: Any = getattr(layer, "quant_method", None)
             known = is_linear(layer) or is_mixture(layer)
@@ -188,9 +182,7 @@ class Linears:
                     noting = partial(self._process, names, convert)
                     vars(method)["process_weights_after_loading"] = noting
 
-    def _process(
-        self, names: dict[torch.nn.Module, str], convert: Callable[..., None], layer: Any
-    ) -> None:
+    def _process(self, names: Mapping[Module, str], convert: Convert, layer: Any) -> None:
         name = names.get(layer, type(layer).__name__)
         if is_mixture(layer):
             return self._process_experts(name, convert, layer)
@@ -212,7 +204,7 @@ class Linears:
             self.rows.add(key, name, float("inf"), f"it raised {quote(error)}")
         self.seconds += time.monotonic() - began
 
-    def _process_experts(self, name: str, convert: Callable[..., None], layer: Any) -> None:
+    def _process_experts(self, name: str, convert: Convert, layer: Any) -> None:
         method = layer.quant_method
         try:
             some = Experts(layer, self._generator)
@@ -307,14 +299,14 @@ class Linears:
 
 
 @contextmanager
-def new_models(watch: Callable[[Any, torch.nn.Module], object]) -> Iterator[None]:
+def new_models(watch: Callable[[Any, Module], object]) -> Iterator[None]:
     """Inside the block, call `watch(configuration, model)` for each model that vLLM's loader
     creates, before it loads the weights."""
     make: Any = import_module(f"{LOADER}.utils").initialize_model
 
     @wraps(make)
-    def made(*args: Any, **named: Any) -> torch.nn.Module:
-        model: torch.nn.Module = make(*args, **named)
+    def made(*args: Any, **named: Any) -> Module:
+        model: Module = make(*args, **named)
         watch(named["vllm_config"] if "vllm_config" in named else args[0], model)
         return model
 
@@ -327,7 +319,7 @@ def new_models(watch: Callable[[Any, torch.nn.Module], object]) -> Iterator[None
 
 
 @contextmanager
-def _given_to_kernel(kernel: Any, layer: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+def _given_to_kernel(kernel: Any, layer: Module) -> Iterator[dict[str, torch.Tensor]]:
     """Copy the layer's tensors when vLLM passes them to its kernel; empty without a kernel."""
     given: dict[str, torch.Tensor] = {}
     convert = getattr(kernel, "process_weights_after_loading", None)
@@ -335,7 +327,7 @@ def _given_to_kernel(kernel: Any, layer: torch.nn.Module) -> Iterator[dict[str, 
         yield given
         return
 
-    def noting(of: torch.nn.Module) -> None:
+    def noting(of: Module) -> None:
         given.update(held_by(of))
         convert(of)
 

@@ -40,8 +40,7 @@ def compare_layers(worker: Any, models: Mapping[str, Any], rows: StockRows) -> N
     live = Live(Plan("eager", {}, contracts=specs), models, worker.device)
     config = worker.vllm_config
     most = config.scheduler_config.max_num_batched_tokens
-    table = {layer.base: layer for layer in layer_table()}
-    with live.watching(), _compared(live, models, table, rows), host_threads(worker.device):
+    with live.watching(), _compared(live, rows), host_threads(worker.device):
         for tokens in sorted({min(count, most) for count in probe.FORWARD_SIZES}, reverse=True):
             why = probe.forward(worker.model_runner, models, config, tokens)
             if why:
@@ -51,12 +50,11 @@ def compare_layers(worker: Any, models: Mapping[str, Any], rows: StockRows) -> N
 
 
 @contextmanager
-def _compared(
-    live: Live, models: Mapping[str, Any], table: Mapping[type, LayerClass], rows: StockRows
-) -> Iterator[None]:
-    """Inside the block, compare the calls of these layers."""
+def _compared(live: Live, rows: StockRows) -> Iterator[None]:
+    """Inside the block, compare the calls of layers that have a contract."""
+    table = {layer.base: layer for layer in layer_table()}
     with ExitStack() as back:
-        for prefix, model in models.items():
+        for prefix, model in live.models.items():
             for name, module in model.named_modules():
                 layer = table.get(type(module))
                 if layer is not None and "forward" not in vars(module):
@@ -99,13 +97,8 @@ def _compare(
             return tuple(shaped) if isinstance(shapes, tuple) else shaped[0]
 
         # Each layer has an id, since `Live` stops comparing an incorrect implementation.
-        impl = OpImpl(
-            layer.op,
-            f"stock.{name}",
-            BackendImplKind.REFERENCE,
-            run,
-            consumes=frozenset(target.grants) & spec.consumable,
-        )
+        kind, consumes = BackendImplKind.REFERENCE, frozenset(target.grants) & spec.consumable
+        impl = OpImpl(layer.op, f"stock.{name}", kind, run, consumes=consumes)
         before, live.worst = live.compared, 0.0
         found = live.call(spec, impl, arguments)
         if live.compared > before:

@@ -10,6 +10,9 @@ from typing import Any
 EXAMPLES = 3
 """Maximum number of problems in a row."""
 
+RowKey = tuple[str, str, str]
+"""Kind of layer, class of vLLM, and the other side of the comparison."""
+
 
 @dataclass
 class StockRow:
@@ -31,14 +34,12 @@ class StockRow:
 
 
 class StockRows:
-    """The rows of one rank, by (kind of layer, class that vLLM chose, what it is compared with)."""
+    """The rows of one rank."""
 
     def __init__(self) -> None:
-        self.rows: dict[tuple[str, str, str], StockRow] = {}
+        self.rows: dict[RowKey, StockRow] = {}
 
-    def add(
-        self, key: tuple[str, str, str], layer: str, share: float, problem: str = "", calls: int = 1
-    ) -> None:
+    def add(self, key: RowKey, layer: str, share: float, problem: str = "", calls: int = 1) -> None:
         """Add compared calls of a layer.
 
         Args:
@@ -55,7 +56,7 @@ class StockRows:
         if problem:
             row.problems.setdefault(layer, problem)
 
-    def skip(self, key: tuple[str, str, str], layer: str, why: str) -> None:
+    def skip(self, key: RowKey, layer: str, why: str) -> None:
         """Report that a layer was not compared."""
         self.rows.setdefault(key, StockRow()).skipped.setdefault(why, set()).add(layer)
 

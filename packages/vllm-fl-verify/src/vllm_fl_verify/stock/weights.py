@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
-Held = Mapping[str, torch.Tensor]
+Held = Mapping[str, Tensor]
 """Parameter of a layer -> a copy."""
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Position of each of eight values in an int32 of AWQ."""
 
 
-def held_by(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+def held_by(layer: torch.nn.Module) -> dict[str, Tensor]:
     """Return copies of the parameters and buffers of a layer, without its children.
 
     They are copied because vLLM and its kernels rewrite tensors in place.
@@ -30,7 +31,7 @@ def dequantised(
     block: list[int] | None,
     *,
     from_one: bool = True,
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """Return the weights of a layer, (out_features, in_features); None for an unknown format.
 
     Args:
@@ -68,8 +69,8 @@ def dequantised(
 
 
 def _spread(
-    scale: torch.Tensor, shape: tuple[int, int], widths: list[int], block: list[int] | None
-) -> torch.Tensor | None:
+    scale: Tensor, shape: tuple[int, int], widths: list[int], block: list[int] | None
+) -> Tensor | None:
     """Return the scale of each weight, in a form that broadcasts."""
     if block is not None and scale.ndim == 2:
         for dim, (size, length) in enumerate(zip(block, shape, strict=True)):
@@ -85,10 +86,10 @@ def _spread(
     return None
 
 
-def _of_gptq(held: Held, shape: tuple[int, int], from_one: bool) -> torch.Tensor | None:
+def _of_gptq(held: Held, shape: tuple[int, int], from_one: bool) -> Tensor | None:
     """Return weights of GPTQ, which packs input features, or of AWQ, which packs outputs."""
     packed, scales, zeros = held["qweight"], held["scales"].t(), held.get("qzeros")
-    offset: torch.Tensor | int
+    offset: Tensor | int
     if packed.shape[0] == shape[1]:
         if zeros is None or packed.shape[1] * 8 != shape[0]:
             return None
@@ -103,7 +104,7 @@ def _of_gptq(held: Held, shape: tuple[int, int], from_one: bool) -> torch.Tensor
     return _grouped(values.t(), offset, scales, held.get("g_idx"))
 
 
-def _unpacked(packed: torch.Tensor, size: int, dim: int) -> tuple[torch.Tensor, int]:
+def _unpacked(packed: Tensor, size: int, dim: int) -> tuple[Tensor, int]:
     """Return (`size` values in this dimension, unpacked from int32 numbers; half their range)."""
     count = size // packed.shape[dim]
     bits = 32 // count
@@ -112,12 +113,7 @@ def _unpacked(packed: torch.Tensor, size: int, dim: int) -> tuple[torch.Tensor, 
     return (values & (2**bits - 1)).flatten(dim, dim + 1), 2 ** (bits - 1)
 
 
-def _grouped(
-    values: torch.Tensor,
-    offset: torch.Tensor | int,
-    scales: torch.Tensor,
-    index: torch.Tensor | None,
-) -> torch.Tensor:
+def _grouped(values: Tensor, offset: Tensor | int, scales: Tensor, index: Tensor | None) -> Tensor:
     """Return (values - offset) * scales; a group of input features has one offset and one scale.
 
     Args:
@@ -130,5 +126,5 @@ def _grouped(
     if index is None or not index.numel():
         index = torch.arange(features, device=values.device) // (features // scales.shape[1])
     index = index.long()
-    offset = offset[:, index] if isinstance(offset, torch.Tensor) else offset
+    offset = offset[:, index] if isinstance(offset, Tensor) else offset
     return (values - offset).float() * scales.float()[:, index]

@@ -90,7 +90,7 @@ def _sizes(config: Any) -> tuple[int, ...]:
 
 def _watch(config: Any, model: torch.nn.Module) -> None:
     linears.append(Linears(results, _sizes(config), config.model_config.seed))
-    linears[-1].watch(model)
+    linears[-1].watch({module: name for name, module in model.named_modules()})
 
 
 _models = new_models(_watch)
