@@ -113,7 +113,7 @@ def _compare_experts(
             return "", f"{cls.__name__} does not support the layer: {why or 'vLLM chose another'}"
         fill(layer, torch.Generator("cpu").manual_seed(seed))
         linears = Linears(StockRows(), seed=seed)
-        linears.watch(torch.nn.ModuleDict({"experts": layer}))
+        linears.watch({layer: "experts"})
     with torch.no_grad():
         layer.quant_method.process_weights_after_loading(layer)
     (row,) = linears.rows.to_json()
