@@ -11,7 +11,7 @@ import pytest
 import torch
 from anywhere import registered
 
-from vllm_fl_flaggems import loading
+from vllm_fl_flaggems import loading, settings
 from vllm_fl_flaggems.plugin import register_ops
 
 
@@ -30,7 +30,8 @@ def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
             raise PackageNotFoundError(name)
         return known[name]
 
-    monkeypatch.setattr(loading, "version", version)
+    for module in (loading, settings):
+        monkeypatch.setattr(module, "version", version)
 
 
 def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
