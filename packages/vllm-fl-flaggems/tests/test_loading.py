@@ -11,7 +11,7 @@ import torch
 from anywhere import registered
 from plugin_checks import have
 
-from vllm_fl_flaggems import loading
+from vllm_fl_flaggems import loading, settings
 from vllm_fl_flaggems.plugin import register_ops
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from vllm_fl.contracts.binding import Binding, Bound, LayerTarget, OperatorTarget, Route, SizeRule
@@ -22,7 +21,6 @@ def activation_binding(
     native: Bound,
     *more_targets: LayerTarget | OperatorTarget,
     not_reached: tuple[str, ...] = (),
-    when: Callable[[Any], bool] | None = None,
     sizes: tuple[SizeRule, ...] = (),
     **more: Any,
 ) -> Binding:
@@ -32,7 +30,7 @@ def activation_binding(
         layer: the name of vLLM's class, such as `SiluAndMul`.
         native: vLLM's implementation, called with the contract's parameters.
         more_targets: operators of vLLM, and its hardware-agnostic layer.
-        not_reached, when, more: see `Binding`.
+        not_reached, more: see `Binding`.
         sizes: rules for sizes other than the width of an MLP.
     """
     is_everywhere = any(target.needs_layer for target in more_targets)
@@ -41,7 +39,6 @@ def activation_binding(
         targets=(in_tree, *more_targets),
         sizes=(INTERMEDIATE, *sizes),
         not_reached=not_reached if is_everywhere else (*not_reached, HW_AGNOSTIC),
-        when=when,
         shared=SHARED,
         **more,
     )

@@ -12,7 +12,10 @@ from ..contracts.rules import INTERMEDIATE
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TAKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 _WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size")
-"""Configuration names of the number of experts, the number per token, and an expert's width."""
+_GROUPS = ("n_group", "num_expert_group", "moe_n_group")
+_GROUPS_TAKEN = ("topk_group", "num_limited_groups", "moe_topk_group")
+"""Configuration names of the number of experts, the number per token, and an expert's width; of the
+number of groups of experts, and of the number of groups per token."""
 
 
 def may_have_experts(config: Any) -> bool:
@@ -70,3 +73,7 @@ EXPERTS_OF_A_TOKEN = SizeRule(
 )
 EXPERT_INTERMEDIATE = SizeRule("expert_intermediate", _intermediate, 768, in_kit=False)
 SHARED_INTERMEDIATE = SizeRule("shared_intermediate", _shared, 0, in_kit=False)
+EXPERT_GROUPS = SizeRule("expert_groups", lambda config: first(config, _GROUPS), 8, in_kit=False)
+GROUPS_OF_A_TOKEN = SizeRule(
+    "expert_groups_per_token", lambda config: first(config, _GROUPS_TAKEN), 4, in_kit=False
+)

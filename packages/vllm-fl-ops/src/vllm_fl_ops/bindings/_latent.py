@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from vllm_fl.contracts.binding import SizeRule
 
 
-def _make_reader(name: str) -> Callable[[Any], int]:
+def _size(name: str) -> SizeRule:
     def ask(config: Any) -> int:
         model = config.model_config
-        return (
-            int(getattr(model.hf_text_config, name, None) or 0)
-            if getattr(model, "use_mla", False)
-            else 0
-        )
+        is_latent = getattr(model, "use_mla", False)
+        return int(getattr(model.hf_text_config, name, None) or 0) if is_latent else 0
 
-    return ask
+    return SizeRule(name, ask, 0, in_kit=False)
 
 
-KV_RANK = SizeRule("kv_lora_rank", _make_reader("kv_lora_rank"), 0, in_kit=False)
-Q_RANK = SizeRule("q_lora_rank", _make_reader("q_lora_rank"), 0, in_kit=False)
-ROPE_SIZE = SizeRule("qk_rope_head_dim", _make_reader("qk_rope_head_dim"), 0, in_kit=False)
-VALUE_SIZE = SizeRule("v_head_dim", _make_reader("v_head_dim"), 0, in_kit=False)
+KV_RANK, Q_RANK = _size("kv_lora_rank"), _size("q_lora_rank")
+ROPE_SIZE, VALUE_SIZE = _size("qk_rope_head_dim"), _size("v_head_dim")

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.binding import Binding, Bound, FunctionTarget, LayerTarget, Route
 
-from ._experts import EXPERT_COUNT, EXPERTS_OF_A_TOKEN
+from ._experts import EXPERT_COUNT, EXPERT_GROUPS, EXPERTS_OF_A_TOKEN, GROUPS_OF_A_TOKEN
 from ._models import has_experts
 from ._phrases import names
-from ._routing import EXPERT_GROUPS, GROUPS_OF_A_TOKEN
 
 if TYPE_CHECKING:
     from torch import Tensor

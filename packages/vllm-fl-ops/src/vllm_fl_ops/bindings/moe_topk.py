@@ -27,17 +27,15 @@ def _rows(gating_output: Tensor, topk: int) -> Tensor:
     return gating_output.new_empty((gating_output.shape[0], topk), dtype=int32)
 
 
+_TAKEN = names("topk_weights, topk_indices, token_expert_indices, gating_output, renormalize, bias")
+
+
 def _operator(scores: str, *further: str) -> OperatorTarget:
     """The target for one scoring function; `further` are parameters of some releases only."""
     pads = "is_padding" in further
     return OperatorTarget(
         f"_moe_C::topk_{scores}",
-        (
-            *names(
-                "topk_weights, topk_indices, token_expert_indices, gating_output, renormalize, bias"
-            ),
-            *further,
-        ),
+        (*_TAKEN, *further),
         Route(
             args={
                 "topk": lambda topk_weights: topk_weights.shape[-1],

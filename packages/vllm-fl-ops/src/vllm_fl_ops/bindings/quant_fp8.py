@@ -105,10 +105,6 @@ def _fits(result: Tensor, input: Tensor) -> bool:
     return input.ndim == 2 and result.shape == input.shape and result.dtype == torch.float8_e4m3fn
 
 
-def _is_static(result: Tensor, input: Tensor, scale: Tensor) -> bool:
-    return _fits(result, input) and _is_one(scale)
-
-
 def _is_per_token(result: Tensor, input: Tensor, scale: Tensor) -> bool:
     return _fits(result, input) and scale.numel() == len(input)
 
@@ -126,7 +122,7 @@ def _static(*further: str) -> OperatorTarget:
         ("result", "input", "scale", *further),
         Route(
             args={"x": "input"},
-            only=_is_static,
+            only=lambda result, input, scale: _fits(result, input) and _is_one(scale),
             out="result",
             results=lambda results: results[0],
             own_args={"group_shape": lambda: None},

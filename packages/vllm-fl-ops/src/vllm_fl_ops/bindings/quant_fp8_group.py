@@ -8,6 +8,7 @@ from vllm_fl.contracts.binding import Binding, FunctionTarget, OperatorTarget, R
 
 from ..contracts.rules import HIDDEN, INTERMEDIATE
 from ._models import is_quantised
+from ._phrases import names
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +31,8 @@ def _operator(*layout: str) -> OperatorTarget:
     return OperatorTarget(
         "_C::per_token_group_fp8_quant",
         (
-            *("input", "output_q", "output_s", "group_size", "eps", "fp8_min", "fp8_max"),
-            *("scale_ue8m0", *layout),
+            *names("input, output_q, output_s, group_size, eps, fp8_min, fp8_max, scale_ue8m0"),
+            *layout,
         ),
         Route(
             args={"x": lambda input: input.flatten(0, -2), "ue8m0": "scale_ue8m0"},
@@ -84,9 +85,9 @@ BINDING = Binding(
                 "vllm.model_executor.kernels.linear.scaled_mm.flashinfer.per_token_group_quant_fp8",
                 "vllm.model_executor.models.deepseek_v2.per_token_group_quant_fp8",
             ),
-            (
-                *("x", "group_size", "eps", "dtype", "column_major_scales", "tma_aligned_scales"),
-                *("out_q", "use_ue8m0"),
+            names(
+                "x, group_size, eps, dtype, column_major_scales, tma_aligned_scales, out_q, "
+                "use_ue8m0"
             ),
             Route(
                 args={"x": lambda x: x.flatten(0, -2), "ue8m0": _in_powers_of_two},

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_fl.contracts.binding import Binding, Bound, LayerTarget, SizeRule
 
 from ..contracts.rules import EPSILON, first_set
-from ._hybrid import mamba_width
+from ._hybrid import has_states, mamba_width
 from .rms_norm import StandIn
 
 if TYPE_CHECKING:
@@ -118,12 +118,6 @@ def _groups(config: Any) -> int:
     return max(1, int(groups) // int(config.parallel_config.tensor_parallel_size))
 
 
-def _keeps_a_state(config: Any) -> bool:
-    """Return whether the model has linear attention or Mamba: each such layer keeps a state."""
-    model = config.model_config
-    return any(getattr(model, name, True) for name in ("has_inner_state", "is_hybrid"))
-
-
 BINDING = Binding(
     targets=(
         LayerTarget("vllm.model_executor.layers.layernorm.RMSNormGated", _native, enabled=False),
@@ -147,7 +141,7 @@ BINDING = Binding(
         SizeRule("gated_norm_groups", _groups, 1, in_kit=False),
         EPSILON,
     ),
-    when=_keeps_a_state,
+    when=has_states,
     not_reached=(
         "Mamba 2's norm if a group of features spans several ranks: it sums over the ranks",
         "kernels that fuse the norm with the step before or after: Kimi's with a residual, "

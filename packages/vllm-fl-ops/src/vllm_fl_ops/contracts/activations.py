@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 Oracle = Callable[..., "torch.Tensor"]
+ServedInputs = Iterator[tuple[str, "torch.Tensor", float]]
 
 
 def activation_spec(
@@ -64,7 +65,7 @@ def activation_spec(
             yield Sample("NaN in a row", call(broken_row(source, parts)), open_rows=(1,))
 
     def served(source: Source, sizes: ModelSizes) -> Iterator[Sample]:
-        for name, x, scale in served_inputs(sizes, source.dtype, source.device, source.large):
+        for name, x, scale in served_inputs(source, sizes):
             yield Sample(name, call(x), scale**power)
 
     return contract(
@@ -101,24 +102,21 @@ def gated_inputs(source: Source) -> Iterator[tuple[str, torch.Tensor]]:
     yield "every other row", source.normal(8, 2 * 64)[::2]
 
 
-def served_gated_inputs(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool
-) -> Iterator[tuple[str, torch.Tensor, float]]:
+def served_gated_inputs(source: Source, sizes: ModelSizes) -> ServedInputs:
     """Yield (name, x, scale) for the gated MLP of a served model."""
     if sizes.intermediate is None:
         return
-    source = Source(dtype, device, large)
     shared = int(sizes.more.get("shared_intermediate") or 0)  # of shared experts
     for tokens in sizes.tokens:
         for d in dict.fromkeys((sizes.intermediate, shared or sizes.intermediate)):
             x, scale = source.normal(tokens, 2 * d), 1.0
-            if large:
+            if source.large:
                 # The products stay below fp16's 65504; in wider dtypes they exceed it.
-                most = 100.0 if str(dtype) == "torch.float16" else 1e3
+                most = 100.0 if str(source.dtype) == "torch.float16" else 1e3
                 scale = 3 * most
                 x[:, :d] = source.spiked(tokens, d, scale=4.0, peak=most)
                 x[:, d:] = source.spiked(tokens, d, scale=most / 2, peak=scale)
-            yield f"{tokens} x 2*{d}{', large' * large}", x, scale
+            yield f"{tokens} x 2*{d}{', large' * source.large}", x, scale
 
 
 def activation_inputs(source: Source, parts: int = 1) -> Iterator[tuple[str, torch.Tensor]]:
@@ -143,16 +141,13 @@ def broken_row(source: Source, parts: int = 1) -> torch.Tensor:
     return x
 
 
-def served_activation_inputs(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool
-) -> Iterator[tuple[str, torch.Tensor, float]]:
+def served_activation_inputs(source: Source, sizes: ModelSizes) -> ServedInputs:
     """Yield (name, x, scale) for an MLP without a gate of a served model."""
     if sizes.intermediate is None:
         return
-    source = Source(dtype, device, large)
     for tokens in sizes.tokens:
         x = source.normal(tokens, sizes.intermediate)
-        if large:  # the squares stay below fp16's 65504
-            most = 100.0 if str(dtype) == "torch.float16" else 1e3
+        if source.large:  # the squares stay below fp16's 65504
+            most = 100.0 if str(source.dtype) == "torch.float16" else 1e3
             x = source.spiked(tokens, sizes.intermediate, scale=4.0, peak=most)
-        yield f"{tokens} x {sizes.intermediate}{', large' * large}", x, 1.0
+        yield f"{tokens} x {sizes.intermediate}{', large' * source.large}", x, 1.0

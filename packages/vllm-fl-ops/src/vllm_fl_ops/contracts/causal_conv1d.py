@@ -12,7 +12,7 @@ from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
 from .common import beyond, contract
-from .sequences import boundaries, ends, fitting_features, slots, state_slots
+from .sequences import OF_SEQUENCES, boundaries, ends, fitting_features, sample, slots, state_slots
 
 if TYPE_CHECKING:
     import torch
@@ -132,9 +132,6 @@ def _call(
 
 
 def _samples(source: Source) -> Iterator[Sample]:
-    def sample(name: str, call: dict[str, Any], **change: Any) -> Sample:
-        return Sample(name, (*(call | change).values(),))
-
     for tokens in (16, 1, 0):
         yield sample(f"{tokens} token{'s' * (tokens != 1)}", _call(source, (tokens,)))
     yield sample("two sequences, one without a state", _call(source, (67, 70)))
@@ -230,14 +227,12 @@ SPEC = contract(
     also=_also,
     overwrites=("", "conv_states"),
     bad=_bad,
-    group="linear_attention",
     samples=_samples,
     served=served_features(
         lambda source, tokens, *of: _call(source, ends(tokens, source.large), *of)
     ),
-    fixed_batch=True,
     second_form=_by_torch,
-    whole_batch=True,
+    **OF_SEQUENCES,
     outputs=(Within(), Exact()),
     tolerances=CONV_TOLERANCES,
 )

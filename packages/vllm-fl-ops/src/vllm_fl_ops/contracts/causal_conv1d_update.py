@@ -12,7 +12,7 @@ from vllm_fl.contracts.spec import Sample
 
 from .causal_conv1d import BIAS, CONV_STATES, CONV_TOLERANCES, WEIGHT, served_features
 from .common import beyond, contract
-from .sequences import slots, state_slots
+from .sequences import OF_SEQUENCES, sample, slots, state_slots
 
 if TYPE_CHECKING:
     import torch
@@ -109,9 +109,6 @@ def _call(
 
 
 def _samples(source: Source) -> Iterator[Sample]:
-    def sample(name: str, call: dict[str, Any], **change: Any) -> Sample:
-        return Sample(name, (*(call | change).values(),))
-
     for tokens in (16, 1, 0):
         yield sample(f"{tokens} token{'s' * (tokens != 1)}", _call(source, tokens))
     padded = _call(source, 6)
@@ -156,12 +153,10 @@ SPEC = contract(
     also=_also,
     overwrites=("x", "conv_state"),
     bad=_bad,
-    group="linear_attention",
     samples=_samples,
     served=served_features(_call),
-    fixed_batch=True,
     second_form=_by_taps,
-    whole_batch=True,
+    **OF_SEQUENCES,
     outputs=(Within(), Exact()),
     tolerances=CONV_TOLERANCES,
 )

@@ -12,7 +12,7 @@ from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
 from .common import contract
-from .sequences import boundaries, ends, fitting_heads
+from .sequences import OF_SEQUENCES, boundaries, ends, fitting_heads, sample
 
 if TYPE_CHECKING:
     import torch
@@ -165,27 +165,27 @@ def _samples(source: Source) -> Iterator[Sample]:
 
     for tokens in (16, 1, 0):
         name = f"{tokens} token{'s' * (tokens != 1)}"
-        yield Sample(name, (*_call(source, (tokens,)).values(),))
+        yield sample(name, _call(source, (tokens,)))
     two = _call(source, (67, 70), value_heads=4)
     two["initial_state"][0] = 0  # a new sequence
-    yield Sample("two sequences, the first beyond 64 tokens", (*two.values(),))
+    yield sample("two sequences, the first beyond 64 tokens", two)
     # The last sequence is one whole chunk.
-    yield Sample("an empty sequence between", (*_call(source, (5, 5, 69)).values(),))
+    yield sample("an empty sequence between", _call(source, (5, 5, 69)))
     before = normed(_call(source, (3, 8), 1, 2, 128, 128))
-    yield Sample("normed before, heads of 128", (*before.values(),))
-    yield Sample("other sizes of keys and values", (*_call(source, (9,), 1, 3, 32, 16).values(),))
+    yield sample("normed before, heads of 128", before)
+    yield sample("other sizes of keys and values", _call(source, (9,), 1, 3, 32, 16))
     fading = _call(source, (66,), strength=12.0)
-    yield Sample("states that fade to nothing", (*fading.values(),))
+    yield sample("states that fade to nothing", fading)
     of_q = _call(source, (6, 11))
     of_q["initial_state"] = of_q["initial_state"].to(source.dtype)
-    yield Sample("states in the dtype of q", (*of_q.values(),))
+    yield sample("states in the dtype of q", of_q)
     wide = _call(source, (7,), value_heads=4)
     wide["beta"] = wide["beta"].to(torch.float32)
-    yield Sample("beta in float32", (*wide.values(),))
-    yield Sample("large epsilon", (*(_call(source, (5,)) | {"epsilon": 30.0}).values(),))
+    yield sample("beta in float32", wide)
+    yield sample("large epsilon", _call(source, (5,)), epsilon=30.0)
     broken = _call(source, (5, 9, 12))
     broken["v"][5, 1, 7] = float("nan")  # of the second sequence's first token
-    yield Sample("NaN in a sequence", (*broken.values(),))
+    yield sample("NaN in a sequence", broken)
 
 
 def served_heads(made: Callable[..., dict[str, Any]]) -> Callable[..., Iterator[Sample]]:
@@ -270,12 +270,10 @@ SPEC = contract(
     (like("v"), like("initial_state")),
     also=_also,
     bad=_bad,
-    group="linear_attention",
     samples=_samples,
     served=served_heads(lambda source, tokens, *of: _call(source, ends(tokens, source.large), *of)),
-    fixed_batch=True,
     second_form=_by_triangular_systems,
-    whole_batch=True,
+    **OF_SEQUENCES,
     outputs=OUTPUTS,
     tolerances={
         "float32": Tolerance(1e-4, 1e-5, "sums of 128 products in fp32, over up to 70 tokens"),

@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.arguments import Argument, Tensor, declared
 from vllm_fl.contracts.sampling import Source, peak
@@ -70,12 +70,7 @@ def rounded(**beside: tuple[float, str]) -> dict[str, Tolerance]:
     }
 
 
-class OfLayer(TypedDict):
-    from_layer: Mapping[str, Callable[[Any], Any]]
-    layer: Callable[..., object]
-
-
-def of_layer(*same: str, **other: str) -> OfLayer:
+def of_layer(*same: str, **other: str) -> dict[str, Any]:
     """Return the `OpSpec` fields of parameters that are attributes of a layer.
 
     Args:

@@ -125,7 +125,8 @@ def _gelu_samples(source: Source) -> Iterator[Sample]:
 
 def _gelu_served(source: Source, sizes: ModelSizes) -> Iterator[Sample]:
     for approximate in APPROXIMATIONS:
-        for name, x, scale in served_gated_inputs(sizes, source.dtype, source.device, source.large):
+        own = Source(source.dtype, source.device, source.large)
+        for name, x, scale in served_gated_inputs(own, sizes):
             yield Sample(f"{name}, approximate={approximate}", (x, approximate), scale)
 
 

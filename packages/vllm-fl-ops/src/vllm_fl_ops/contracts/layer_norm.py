@@ -59,7 +59,7 @@ def _by_moments(*call: Any) -> torch.Tensor:
     variance = (wide * wide).sum(-1, keepdim=True) / x.shape[-1] - mean * mean
     factor = 1 / (variance + epsilon) ** 0.5
     factor = factor if weight is None else factor * weight.double()
-    result = wide * factor - mean * factor
+    result: torch.Tensor = wide * factor - mean * factor
     return result if bias is None else result + bias.double()
 
 

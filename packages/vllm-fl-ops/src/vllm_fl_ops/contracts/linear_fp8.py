@@ -57,7 +57,8 @@ def linear_fp8(
 def _scaled_last(*call: Any) -> torch.Tensor:
     """Sum over blocks of input features, and apply the scales last."""
     x, weight, x_scale, weight_scale, _, bias = call
-    result = by_features(x, weight) * weight_scale.double().reshape(1, -1) * x_scale.double()
+    scales = weight_scale.double().reshape(1, -1) * x_scale.double()
+    result: torch.Tensor = by_features(x, weight) * scales
     return result if bias is None else result + bias.double()
 
 

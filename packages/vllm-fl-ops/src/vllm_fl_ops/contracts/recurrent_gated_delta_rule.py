@@ -13,7 +13,7 @@ from vllm_fl.contracts.spec import Sample, Tolerance
 from .chunk_gated_delta_rule import DELTA_RULE_HEADS, OUTPUTS, normed, qkv, served_heads
 from .common import beyond, contract
 from .gdn_gating import SPEC as GATING
-from .sequences import slots, state_slots
+from .sequences import OF_SEQUENCES, sample, slots, state_slots
 
 if TYPE_CHECKING:
     import torch
@@ -145,36 +145,36 @@ def _samples(source: Source) -> Iterator[Sample]:
 
     for tokens in (16, 1, 0):
         name = f"{tokens} token{'s' * (tokens != 1)}"
-        yield Sample(name, (*_call(source, tokens).values(),))
-    yield Sample("more than 64 tokens", (*_call(source, 70, 1, 1, 16, 8).values(),))
+        yield sample(name, _call(source, tokens))
+    yield sample("more than 64 tokens", _call(source, 70, 1, 1, 16, 8))
     padded = _call(source, 6, value_heads=4)
     padded["state_indices"][3:] = 0
-    yield Sample("padding", (*padded.values(),))
+    yield sample("padding", padded)
     before = normed(_call(source, 3, 1, 2, 128, 128))
-    yield Sample("normed before, heads of 128", (*before.values(),))
-    yield Sample("other sizes of keys and values", (*_call(source, 5, 1, 3, 64, 16).values(),))
+    yield sample("normed before, heads of 128", before)
+    yield sample("other sizes of keys and values", _call(source, 5, 1, 3, 64, 16))
     of_q = _call(source, 4)
     of_q["state"] = of_q["state"].to(source.dtype)
-    yield Sample("states in the dtype of q", (*of_q.values(),))
+    yield sample("states in the dtype of q", of_q)
     paged = _call(source, 4)
     wide = paged["state"].flatten(1)
     page = torch.cat((wide, torch.zeros_like(wide[:, :40])), dim=1)
     paged["state"] = page[:, :-40].unflatten(1, paged["state"].shape[1:])
-    yield Sample("states with a gap between", (*paged.values(),))
+    yield sample("states with a gap between", paged)
     wide_gates = _call(source, 3, value_heads=4)
     wide_gates["dt_bias"] = wide_gates["dt_bias"].to(torch.float32)
     wide_gates["state_indices"] = wide_gates["state_indices"].long()
-    yield Sample("dt_bias in float32, int64 indices", (*wide_gates.values(),))
-    yield Sample("large epsilon", (*(_call(source, 5) | {"epsilon": 30.0}).values(),))
+    yield sample("dt_bias in float32, int64 indices", wide_gates)
+    yield sample("large epsilon", _call(source, 5), epsilon=30.0)
     stale = _call(source, 6, value_heads=4)
     stale["state_indices"][3:] = 0
     stale["state"][0] = float("nan")
     for name in "qkvab":
         stale[name][4:] = float("nan")
-    yield Sample("NaN in padding", (*stale.values(),))
+    yield sample("NaN in padding", stale)
     broken = _call(source, 5)
     broken["v"][2, 1, 7] = float("nan")
-    yield Sample("NaN in a token", (*broken.values(),))
+    yield sample("NaN in a token", broken)
 
 
 def _also(*args: Any) -> Problem:
@@ -205,12 +205,10 @@ SPEC = contract(
     also=_also,
     overwrites=("", "state"),
     bad=_bad,
-    group="linear_attention",
     samples=_samples,
     served=served_heads(_call),
-    fixed_batch=True,
     second_form=_by_matrices,
-    whole_batch=True,
+    **OF_SEQUENCES,
     outputs=(Within(), OUTPUTS[1]),
     tolerances={
         "float32": Tolerance(1e-4, 1e-5, "sums of 128 products in fp32, and gates by a fast exp"),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from itertools import accumulate, cycle
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.arguments import Problem
+from vllm_fl.contracts.spec import Sample
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +21,15 @@ STATES, INPUTS = 256, 2**20
 """Limits of a call that the oracle computes: head states (tokens x heads), and inputs of a
 convolution (tokens x features).
 """
+
+
+OF_SEQUENCES: Any = {"group": "linear_attention", "fixed_batch": True, "whole_batch": True}
+"""Fields of contracts with states of sequences."""
+
+
+def sample(name: str, call: dict[str, Any], **change: Any) -> Sample:
+    """A call, with changed arguments."""
+    return Sample(name, (*(call | change).values(),))
 
 
 def ends(tokens: int, turned: bool = False) -> tuple[int, ...]:
