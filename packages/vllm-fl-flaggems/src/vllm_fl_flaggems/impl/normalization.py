@@ -32,14 +32,21 @@ def rms_norm(
     if residual is None:
         return _norm(x, weight, epsilon)
     kernel = launchable("fused_add_rms_norm_kernel")
-    args = (x, residual, weight, epsilon)
-    return _public_add_and_norm(*args) if kernel is None else _add_and_norm(kernel, *args)
+    if kernel is None:
+        public = flag_gems().fused_add_rms_norm
+        pair: tuple[torch.Tensor, torch.Tensor]
+        pair = public(x, residual, x.shape[-1:], weight, epsilon)
+        return pair
+    x, residual = contiguous(x), contiguous(residual)
+    _launch(kernel, (x, residual), weight, epsilon)
+    return x, residual
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> torch.Tensor:
     hidden = x.shape[-1]
     if x.numel() > MOST_ELEMENTS:
-        return _norm_in_parts(x, weight, epsilon)
+        parts = x.reshape(-1, hidden).split(MOST_ELEMENTS // hidden)
+        return torch.cat([_norm(part, weight, epsilon) for part in parts]).view(x.shape)
     kernel = launchable("rms_norm_kernel") if hidden <= LONGEST_ROW else None
     if kernel is None:
         # `rms_norm` itself spends 10 of 43 µs of host time on bookkeeping for gradients.
@@ -51,33 +58,6 @@ def _norm(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> torch
     inverse = x.new_empty(x.shape[:-1], dtype=torch.float32)
     _launch(kernel, (normed, inverse, x), weight, epsilon)
     return normed
-
-
-def _norm_in_parts(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> torch.Tensor:
-    hidden = x.shape[-1]
-    parts = x.reshape(-1, hidden).split(MOST_ELEMENTS // hidden)
-    return torch.cat([_norm(part, weight, epsilon) for part in parts]).view(x.shape)
-
-
-def _add_and_norm(
-    kernel: Any,
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor | None,
-    epsilon: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    x, residual = contiguous(x), contiguous(residual)
-    _launch(kernel, (x, residual), weight, epsilon)
-    return x, residual
-
-
-def _public_add_and_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    pair: tuple[torch.Tensor, torch.Tensor] = flag_gems().fused_add_rms_norm(
-        x, residual, x.shape[-1:], weight, epsilon
-    )
-    return pair
 
 
 def _launch(
@@ -116,31 +96,12 @@ def layer_norm(
     name = "layer_norm_persistent_kernel" if hidden <= LONGEST_ROW else "layer_norm_loop_kernel"
     kernel = launchable(name)
     x = contiguous(x)
-    args = (x, weight, bias, epsilon)
-    return _public_layer_norm(*args) if kernel is None else _launch_layer_norm(kernel, *args)
-
-
-def _public_layer_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, epsilon: float
-) -> torch.Tensor:
-    # The function also returns the mean and the deviation, for gradients.
-    normed: torch.Tensor = flag_gems().layer_norm(x, x.shape[-1:], weight, bias, epsilon)[0]
-    return normed
-
-
-def _launch_layer_norm(
-    kernel: Any,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    epsilon: float,
-) -> torch.Tensor:
-    """Launch a program for each row of x, which must be contiguous.
-
-    FlagGems's public function tunes the kernels again for each number of rows. That takes tenths of
-    a second, in nearly every prefill of a server.
-    """
-    hidden = x.shape[-1]
+    if kernel is None:
+        # The function also returns the mean and the deviation, for gradients. It tunes the kernels
+        # again for each number of rows. That takes tenths of a second, in nearly every prefill of a
+        # server.
+        normed: torch.Tensor = flag_gems().layer_norm(x, x.shape[-1:], weight, bias, epsilon)[0]
+        return normed
     rows = x.shape[:-1].numel()
     block = min(1 << (hidden - 1).bit_length(), LONGEST_ROW)
     normed = x.new_empty(x.shape)

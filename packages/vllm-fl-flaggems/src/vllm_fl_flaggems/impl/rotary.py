@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
@@ -31,19 +30,9 @@ def rotary_embedding(
     Positions outside the tables are not detected. Not supported: non-contiguous rows of the tables.
     """
     kernel = launchable("apply_rotary_pos_emb_kernel")
-    args = (query, key, cos, sin, position_ids, rotary_interleaved)
-    return _public(*args) if kernel is None else _launch(kernel, *args)
-
-
-def _launch(
-    kernel: Any,
-    q: torch.Tensor,
-    key: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor,
-    rotary_interleaved: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if kernel is None:
+        return _public(query, key, cos, sin, position_ids, rotary_interleaved)
+    q, positions = query, position_ids
     k = q[:, :0] if key is None else key  # without a key, zero heads
     q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
     rotary = 2 * cos.shape[-1]
