@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+NO_FALLBACK = "Strict mode does not fall back; set VLLM_FL_STRICT=0."
+
 
 class VllmFLError(RuntimeError):
     """The base class of the errors that vllm-fl raises deliberately.

@@ -108,7 +108,7 @@ def _secrets() -> Iterator[str]:
     """Yield secrets in the environment: values of variables with secret names, and user parts of
     URLs."""
     for name, value in os.environ.items():
-        if is_secret(name) and _tells(name, value):
+        if is_secret(name) and _tells(value):
             yield value
         _, scheme, rest = value.partition("://")
         if scheme and "@" in rest:
@@ -117,7 +117,7 @@ def _secrets() -> Iterator[str]:
             yield from (part for part in (user, password) if len(part) >= SHORTEST)
 
 
-def _tells(name: str, value: str) -> bool:
+def _tells(value: str) -> bool:
     """Whether to hide a value. A short value, such as `1`, or the path of an existing file is not
     hidden."""
     return len(value) >= SHORTEST and not (value.startswith("/") and os.path.exists(value))

@@ -94,7 +94,7 @@ def built(engine: Any, draw: random.Random) -> tuple[dict[str, Any], list[str]]:
 def test_vllm_has_the_functions_and_classes_of_each_scheme(op: str) -> None:
     assert classes.known_classes(op)
     callers = {names["__name__"]: name for names, name, _ in [*module.choosing_experts({})][1:]}
-    assert {f"{module.ORACLES}.{name}" for name in module.SCHEME_OF} <= callers.keys()
+    assert {f"{module.ORACLES}.{name}" for name in module.MODULES} <= callers.keys()
 
 
 def test_a_module_of_vllm_that_fails_has_no_classes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,6 @@ from .spec import BadInput, OpSpec, Variant, unserved
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FLOATING", "Argument", "Problem", "Tensor", "declared", "flag", "has_rows"]
-__all__ += ["integer", "integers", "like", "scalar", "tensor", "word"]
 
 Problem = tuple[str, str] | None
 """The parameter and its problem; None for a valid argument."""

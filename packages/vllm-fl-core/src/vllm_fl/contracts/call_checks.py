@@ -14,8 +14,6 @@ from typing import Any
 from .arguments import DIMENSION, FLOATING, Argument, Tensor
 from .spec import OpSpec
 
-__all__ = ["Rule", "with_check", "supports_of"]
-
 Rule = str | Callable[..., object]
 """An expression of arguments and sizes, or a function of some of them that returns True or a
 reason."""

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, ClassVar
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Exact", "ExpertBlocks", "Output", "QuantisedPair", "Routing", "Tolerance", "Within"]
-
 
 @dataclass(frozen=True)
 class Tolerance:

@@ -18,7 +18,6 @@ from .spec import OpSpec
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Bound", "Route", "Selection", "aliases", "by_contract", "by_target", "put"]
 
 Bound = Callable[..., Any]
 """An op as a function of the parameters of its contract or of a target."""

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Source", "peak", "positions"]
 
 _POWERS = tuple(2**n for n in range(11, 24))
 

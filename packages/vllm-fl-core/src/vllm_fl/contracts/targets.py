@@ -60,13 +60,14 @@ class Target:
 
     def describe(self) -> str:
         """Return a phrase for messages, without vLLM's version."""
-        raise NotImplementedError
+        return self.claims[0]
 
     @property
     def plain(self) -> Bound | None:
         """vLLM's implementation at this target, with the contract's parameters; None if it is not
         PyTorch code."""
-        return None
+        native: Bound | None = getattr(self, "native", None)
+        return native
 
     @property
     def apart(self) -> Bound | None:
@@ -98,6 +99,7 @@ class _Routed(Target):
     grants: tuple[str, ...]
     native: Callable[[Bound], Bound] | None = None
     tokens: str = ""
+    plain = None  # `native` converts calls of a kernel
 
     def __post_init__(self) -> None:
         if self.tokens and self.tokens not in self.parameters:
@@ -160,10 +162,6 @@ class LayerTarget(Target):
         more = ", and vLLM's subclasses that inherit its forward methods"
         return f"layer {self.cls}{more * self.subclasses}"
 
-    @property
-    def plain(self) -> Bound | None:
-        return self.native
-
 
 @dataclass(frozen=True)
 class OperatorTarget(_Routed):
@@ -207,9 +205,6 @@ class OperatorTarget(_Routed):
     @property
     def claims(self) -> tuple[str, ...]:
         return (f"operator {self.name}",)
-
-    def describe(self) -> str:
-        return f"operator {self.name}"
 
     @property
     def profiled(self) -> tuple[str, ...]:
@@ -341,10 +336,6 @@ class FusionTarget(Target):
     def describe(self) -> str:
         return f"compiled graphs, at matches of vLLM's {self.path.rpartition('.')[2]}"
 
-    @property
-    def plain(self) -> Bound | None:
-        return self.native
-
     def may_begin(self, layers: Iterable[object], vllm_config: Any) -> bool:
         begins = self.begins
         return begins is None or any(begins(layer, vllm_config) for layer in layers)
@@ -386,10 +377,6 @@ class GraphTarget(Target):
 
     def describe(self) -> str:
         return f"compiled graphs, at matching calls of {', '.join(self.operators)}"
-
-    @property
-    def plain(self) -> Bound | None:
-        return self.native
 
     @property
     def profiled(self) -> tuple[str, ...]:

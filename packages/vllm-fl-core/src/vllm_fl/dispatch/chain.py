@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from ..contracts import OpSpec, Sample
-from ..errors import AllFailedError, CallError
+from ..errors import NO_FALLBACK, AllFailedError, CallError
 from ..plugins.signatures import asked_for
 from ..plugins.types import OpImpl
 from ..settings.policy import Rows
@@ -161,7 +161,7 @@ class Chain:
                 self._blame_caller(call, outcome)
                 raise AllFailedError(
                     f"Implementation '{impl.impl_id}' does not support a call of op '{self.op}': "
-                    f"{_text(outcome)}. Strict mode does not fall back; set VLLM_FL_STRICT=0.",
+                    f"{_text(outcome)}. {NO_FALLBACK}",
                     op=self.op,
                     causes=[(impl.impl_id, outcome)],
                 )

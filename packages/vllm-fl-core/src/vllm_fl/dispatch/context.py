@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ContextDecorator, contextmanager
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from contextvars import ContextVar, Token
 from typing import Any, Protocol
 
@@ -83,10 +83,16 @@ def current_binder() -> Binder | None:
 
 
 @contextmanager
-def building(binder: Binder) -> Iterator[None]:
-    """Bind the layers that are built inside the block to `binder`."""
-    before, _Building.binder = _Building.binder, binder
+def swapped(owner: object, name: str, value: object) -> Iterator[None]:
+    """Inside the block, an attribute of `owner` has another value."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        _Building.binder = before
+        setattr(owner, name, before)
+
+
+def building(binder: Binder) -> AbstractContextManager[None]:
+    """Bind the layers that are built inside the block to `binder`."""
+    return swapped(_Building, "binder", binder)

@@ -166,10 +166,8 @@ def _files(top: str) -> Iterator[tuple[str, str]]:
             spec = find_spec(top)
         except (ImportError, ValueError):
             spec = None
-        file, folders = (
-            getattr(spec, "origin", None),
-            getattr(spec, "submodule_search_locations", None),
-        )
+        file = getattr(spec, "origin", None)
+        folders = getattr(spec, "submodule_search_locations", None)
     else:
         file, folders = getattr(module, "__file__", None), getattr(module, "__path__", None)
     if folders is None and file is not None:

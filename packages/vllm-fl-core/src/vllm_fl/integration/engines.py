@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
+from ..dispatch.context import swapped
 from ..engine.facts import EngineFacts
 from ..engine.phases import phases_of
 from ..engine.plan import Plan
@@ -204,13 +205,8 @@ def calling_engine() -> Engine | None:
     return _thread.engine
 
 
-@contextmanager
-def calling(engine: Engine | None) -> Iterator[None]:
-    before, _thread.engine = _thread.engine, engine
-    try:
-        yield
-    finally:
-        _thread.engine = before
+def calling(engine: Engine | None) -> AbstractContextManager[None]:
+    return swapped(_thread, "engine", engine)
 
 
 def with_own_engine(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..contracts import OpSpec
 from ..dispatch import get_default_manager
-from ..dispatch.context import building
+from ..dispatch.context import building, swapped
 from ..dispatch.resolver import Trace
 from ..engine.facts import EngineFacts, KernelUse
 from ..engine.plan import Plan, PlanEntry
@@ -157,9 +157,8 @@ def _noting(made: list[Any]) -> Iterator[None]:
 
     with ExitStack() as back:
         for base in {custom_op_of(layer.base) for layer in layer_table()}:
-            own = base.__init__  # type: ignore[misc]
-            back.callback(setattr, base, "__init__", own)
-            base.__init__ = noting(own)  # type: ignore[misc]
+            init = noting(base.__init__)  # type: ignore[misc]
+            back.enter_context(swapped(base, "__init__", init))
         yield
 
 
@@ -224,17 +223,15 @@ def _one_rank() -> Iterator[None]:
         vars(made).update(unique_name=name, ranks=[0], world_size=1, device=torch.device("cpu"))
         return made
 
-    groups = {
-        name: value
+    groups = [
+        name
         for name, value in vars(parallel_state).items()
         if name.startswith("_")
         and name.isupper()
         and (value is None or isinstance(value, parallel_state.GroupCoordinator))
-    }
-    try:
+    ]
+    with ExitStack() as back:
         for name in groups:
-            setattr(parallel_state, name, group(name.lower().strip("_")))
+            one = group(name.lower().strip("_"))
+            back.enter_context(swapped(parallel_state, name, one))
         yield
-    finally:
-        for name, value in groups.items():
-            setattr(parallel_state, name, value)

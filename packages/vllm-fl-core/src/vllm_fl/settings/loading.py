@@ -241,19 +241,16 @@ def _refuse_idle(env: Mapping[str, str], entries: Entries) -> None:
             raise wrong(key, asked.origin, problem, kind=IdleSwitchError)
 
 
-def _orders(layer: Entries) -> dict[str, OpOrder]:
-    return {key: s.value for key, s in layer.items() if isinstance(s.value, OpOrder)}
-
-
 def _spread(layer: Entries, groups: OpGroups) -> Entries:
     """Replace the orders of groups by orders of their ops. An op's own order has priority. The
     order of a group without ops is kept."""
-    orders, spread = _orders(layer), dict(layer)
-    for key in orders:
+    orders = {key: s.value for key, s in layer.items() if isinstance(s.value, OpOrder)}
+    spread = dict(layer)
+    for key, whole in orders.items():
         group = key.removeprefix(GROUP_ORDER_PREFIX)
         for op in groups.get(group, ()) if group != key else ():
             spread.pop(key, None)
-            order = dataclasses.replace(orders[key], group=group)
+            order = dataclasses.replace(whole, group=group)
             of_op, origin = f"{ORDER_PREFIX}{op}", f"{layer[key].origin} ({GROUP_PREFIX}{group})"
             found = dataclasses.replace(layer[key], key=of_op, value=order, origin=origin)
             own = orders.get(of_op)

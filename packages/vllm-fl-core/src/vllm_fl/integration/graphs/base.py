@@ -11,7 +11,6 @@ import torch
 from vllm.compilation.passes.inductor_pass import InductorPass
 
 from ..carried import digest_of
-from . import ranges
 from .state import InGraphs, in_graphs
 
 if TYPE_CHECKING:
@@ -35,10 +34,6 @@ class GraphPass(InductorPass):  # type: ignore[misc]
 
     def find_tasks(self) -> Collection[Any]:
         raise NotImplementedError
-
-    @property
-    def sizes(self) -> ranges.Range:
-        return ranges.compiled_range(self.config)
 
     @property
     def done(self) -> InGraphs:

@@ -11,7 +11,7 @@ from torch import fx
 
 from ...contracts.binding import new_node
 from .base import FUNCTIONAL, GraphPass
-from .ranges import is_stock
+from .ranges import compiled_range, is_stock
 from .state import Sought
 
 
@@ -23,7 +23,8 @@ class TorchOperators(GraphPass):
         """Replace operators in one graph, for ops that are planned for its range of sizes. The
         graph is walked backwards, so an op of several operators is found at its last operator
         before another op replaces any of them. Unused nodes are erased on the way."""
-        planned = [each for each in self.tasks if not is_stock(each.chain, self.sizes)]
+        sizes = compiled_range(self.config)
+        planned = [each for each in self.tasks if not is_stock(each.chain, sizes)]
         for each in planned:
             self.done.sites[each.chain.op].graphs += 1
         for node in reversed([*graph.nodes] if planned else []):

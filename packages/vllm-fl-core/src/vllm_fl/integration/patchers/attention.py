@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import takewhile
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...contracts.targets import AttentionTarget
+from ...dispatch.context import swapped
 from ...dispatch.resolver import STOCK
 from ...engine.facts import EngineFacts
 from ...engine.plan import Plan
-from ...errors import AllFailedError
+from ...errors import NO_FALLBACK, AllFailedError
 from ...logs import get_logger
 from ...plugins.types import ATTENTION, AttentionImpl, AttentionRequest
 from ..patcher import Patcher, WhyNot
@@ -64,16 +65,12 @@ def choose(
                 taken = impl.impl_id
                 break
         path = None
-        text = "Implementation '%s' does not support a layer of op '%s': %s"
-        log.warning(text, impl.impl_id, ATTENTION, reason)
+        text = f"Implementation '{impl.impl_id}' does not support a layer of op '{ATTENTION}'"
+        log.warning("%s: %s", text, reason)
         causes.append((impl.impl_id, reason))
         if plan.strict:
-            raise AllFailedError(
-                f"{text % (impl.impl_id, ATTENTION, reason)}. Strict mode does not fall back; set "
-                "VLLM_FL_STRICT=0.",
-                op=ATTENTION,
-                causes=causes,
-            )
+            message = f"{text}: {reason}. {NO_FALLBACK}"
+            raise AllFailedError(message, op=ATTENTION, causes=causes)
     if causes:  # once per distinct request, because vLLM caches the answer
         plan.fallbacks[ATTENTION, taken] += 1
         log.info("Op '%s' fallback to '%s'", ATTENTION, taken)
@@ -183,8 +180,7 @@ def attend(runner: Any, vllm_config: VllmConfig, *, is_eager: bool) -> None:
         runner._dummy_run(1, **options)
 
 
-@contextmanager
-def uncompiled() -> Iterator[None]:
+def uncompiled() -> AbstractContextManager[None]:
     from vllm import forward_context
 
     make = forward_context.create_forward_context
@@ -194,8 +190,4 @@ def uncompiled() -> Iterator[None]:
         context.skip_compiled = True
         return context
 
-    forward_context.create_forward_context = uncompiled
-    try:
-        yield
-    finally:
-        forward_context.create_forward_context = make
+    return swapped(forward_context, "create_forward_context", uncompiled)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ...dispatch import get_default_manager
+from ...dispatch.context import swapped
 from ...engine.facts import EngineFacts
 from ...engine.plan import PlanEntry
 from ...errors import StartError
@@ -232,24 +233,20 @@ def _destroy(communicator: Any) -> None:
         log.debug("cannot destroy a disabled communicator: %s", quote(error))
 
 
-_now: Groups | None = None
-"""The `Groups` that makes communicators now. vLLM has one set of rank groups per process."""
+class _Making:
+    """The `Groups` that makes communicators now. vLLM has one set of rank groups per process."""
+
+    groups: Groups | None = None
 
 
-@contextmanager
-def made_by(groups: Groups | None) -> Iterator[None]:
-    global _now
-    _now = groups
-    try:
-        yield
-    finally:
-        _now = None
+def made_by(groups: Groups | None) -> AbstractContextManager[None]:
+    return swapped(_Making, "groups", groups)
 
 
 def groups_now() -> Groups | None:
     """Return the groups that make communicators now, or None if vLLM makes its own
     communicators."""
-    return _now
+    return _Making.groups
 
 
 def make(**arguments: Any) -> Any:

@@ -24,10 +24,9 @@ from .layers import in_tables
 ORACLES = "vllm.model_executor.layers.fused_moe.oracle"
 """vLLM's package with a module for each scheme."""
 
-SCHEME_OF = {"int_wna16": "wna16"} | {
-    name: name for name in ("fp8", "int8", "mxfp8", "mxfp4", "nvfp4")
-}
-"""Module -> scheme, which is `fp8_block` if the scales of fp8 weights are for blocks."""
+MODULES = ("int_wna16", "fp8", "int8", "mxfp8", "mxfp4", "nvfp4")
+"""Its modules. The scheme is the name without `int_`, and `fp8_block` if the scales of fp8 weights
+are for blocks."""
 
 CLOSED = frozenset(("wna16_experts",))
 """Ops for which vLLM accepts only its own classes. It asserts this after converting the weights."""
@@ -71,7 +70,7 @@ class Offers(NamedTuple):
         weight: Any = next((asked[1] for asked in self.asked.values()), None)
         shape = getattr(getattr(weight, "scale", None), "group_shape", None)
         is_block = self.module == "fp8" and shape is not None and min(shape) > 1
-        return f"{SCHEME_OF[self.module]}{'_block' * is_block}_experts"
+        return f"{self.module.removeprefix('int_')}{'_block' * is_block}_experts"
 
     def backend_for(self, cls: Any) -> tuple[Any, str]:
         """Return (the first backend with which a class can compute the layer, an empty text), or
@@ -96,7 +95,7 @@ def offers_for(method: Any) -> Offers | None:
 def known_experts(op: str) -> list[type]:
     """Return vLLM's classes for an op, of all backends; empty if this vLLM has none."""
     scheme = op.removesuffix("_experts").removesuffix("_block")
-    module = next(name for name, each in SCHEME_OF.items() if each == scheme)
+    module = next(name for name in MODULES if name.removeprefix("int_") == scheme)
     kinds: list[Any] = [each for each in _names(module).values() if isinstance(each, enum.EnumType)]
     backends = (each for kind in kinds if "moebackend" in kind.__name__.lower() for each in kind)
     return [*dict.fromkeys(cls for backend in backends for cls in _classes(module, backend))]
@@ -108,14 +107,14 @@ def choosing_experts(
     """Yield entries for `in_tables`, with which vLLM uses the first class of an op that supports
     the experts. `planned` is op -> classes."""
     yield _building, "planned", {op: planned[op] for op in EXPERT_OPS if op in planned}
-    for module in SCHEME_OF:
+    for module in MODULES:
         _names(module)  # imported before a caller copies its function
     callers = [each for path, each in [*sys.modules.items()] if path.startswith(LAYERS)]
     for names in map(vars, callers):
         for name in [each for each in names if SELECT.fullmatch(each)]:
             package, _, module = names[name].__module__.rpartition(".")
             is_wrapped = hasattr(names[name], "__wrapped__")  # imported inside such a block
-            if package == ORACLES and module in SCHEME_OF and not is_wrapped:
+            if package == ORACLES and module in MODULES and not is_wrapped:
                 yield names, name, _choosing(names[name])
 
 

@@ -191,10 +191,9 @@ def refusal_of(cls: Any, config: Any) -> str:
     try:
         capability = current_platform.get_device_capability()
         number = None if capability is None else capability.to_int()
-        if hasattr(cls, "get_min_capability") and (number or cls.get_min_capability()) < (
-            cls.get_min_capability()
-        ):
-            return f"it needs capability {cls.get_min_capability()}, the device has {number}"
+        least = cls.get_min_capability() if hasattr(cls, "get_min_capability") else 0
+        if number and number < least:
+            return f"it needs capability {least}, the device has {number}"
         if hasattr(cls, "is_supported") and (why := refusal_by(cls, "is_supported", number)):
             return why
         return refusal_by(cls, "can_implement", config)

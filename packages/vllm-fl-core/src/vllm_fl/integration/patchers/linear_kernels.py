@@ -20,7 +20,7 @@ from ...dispatch import get_default_manager
 from ...dispatch.resolver import STOCK, vllms_kernel
 from ...engine.facts import EngineFacts, KernelUse
 from ...engine.plan import Plan
-from ...errors import StartError, TargetError
+from ...errors import NO_FALLBACK, StartError, TargetError
 from ...logs import get_logger
 from ...plugins.inspection import Moment
 from ...plugins.types import KERNEL_OPS, VLLM_IDS, KernelImpl
@@ -192,11 +192,7 @@ class LinearKernels(Patcher):
                 f"{use.example}, which use {use.name}: {why or 'vLLM did not choose it'}"
             )
             if plan.strict:
-                raise TargetError(
-                    f"{lines[-1]}. Strict mode does not fall back; set VLLM_FL_STRICT=0.",
-                    op=use.op,
-                    impl=first.impl_id,
-                )
+                raise TargetError(f"{lines[-1]}. {NO_FALLBACK}", op=use.op, impl=first.impl_id)
             plan.fallbacks[use.op, row["impl"]] += use.count
         engine.remarks[Moment.LOADED] += lines
         for line in lines if engine.rank == 0 else ():

@@ -18,7 +18,7 @@ from vllm.model_executor.custom_op import CustomOp, PluggableLayer
 from ...dispatch import get_default_manager
 from ...engine.facts import EngineFacts
 from ...engine.plan import Plan
-from ...errors import TargetError
+from ...errors import NO_FALLBACK, TargetError
 from ...logs import get_logger
 from ...plugins.types import LayerImpl, LayerRequest
 from ...text import closest
@@ -141,11 +141,7 @@ def _fall_back(plan: Plan, impl: LayerImpl, stock: Sequence[str]) -> None:
         f"places, which keep vLLM's class: {', '.join(stock[:3])}"
     )
     if plan.strict:
-        raise TargetError(
-            f"{text}. Strict mode does not fall back; set VLLM_FL_STRICT=0.",
-            op=impl.layer,
-            impl=impl.impl_id,
-        )
+        raise TargetError(f"{text}. {NO_FALLBACK}", op=impl.layer, impl=impl.impl_id)
     plan.fallbacks[impl.layer, "stock.vllm"] += len(stock)
     log.warning("%s", text)
 
