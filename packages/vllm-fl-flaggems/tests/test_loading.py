@@ -17,7 +17,8 @@ from vllm_fl_flaggems.plugin import register_ops
 
 @pytest.fixture(autouse=True)
 def no_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test starts with FlagGems not imported."""
+    """Each test starts with FlagGems not imported, and has one source of versions."""
+    monkeypatch.setattr(settings, "version", lambda name: loading.version(name))
     monkeypatch.setattr(loading, "loaded", [])
 
 
