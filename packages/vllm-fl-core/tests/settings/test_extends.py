@@ -32,9 +32,8 @@ EXTENDS = "extends: platform\n"
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
     def write(name: str, text: str) -> str:
-        path = tmp_path / name
-        path.write_text(text)
-        return str(path)
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
 
     return write
 

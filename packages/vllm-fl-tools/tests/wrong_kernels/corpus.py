@@ -16,27 +16,6 @@ from typing import Any, Literal
 from vllm_fl.contracts import ModelSizes
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
-__all__ = [
-    "GELU",
-    "KINDS",
-    "LARGEST",
-    "LATENT",
-    "MIXED",
-    "NORM",
-    "ROTARY",
-    "SILU",
-    "SIZES",
-    "UNUSUAL",
-    "WITHOUT_ENGINES",
-    "Wrong",
-    "corpus",
-    "kernels",
-    "sizes_of",
-    "wrong",
-    "wrong_for",
-    "wrong_kernel",
-]
-
 SILU, GELU, NORM, ROTARY = "silu_and_mul", "gelu_and_mul", "rms_norm", "rotary_embedding"
 
 LARGEST = 2048

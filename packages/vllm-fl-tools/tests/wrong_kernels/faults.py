@@ -15,21 +15,6 @@ from vllm_fl.plugins.registry import known_contracts
 from . import right
 from .corpus import wrong_kernel
 
-__all__ = [
-    "changed",
-    "damaged",
-    "each",
-    "packed",
-    "remembers",
-    "taken",
-    "unchecked",
-    "with_arguments",
-    "wrong_arguments",
-    "wrong_arguments_later",
-    "wrong_result",
-    "wrong_result_later",
-]
-
 
 def damaged(op: str, spoil: Callable[..., Any], **fields: Any) -> Any:
     """Build a correct kernel whose result is replaced by `spoil(result, *arguments)`."""

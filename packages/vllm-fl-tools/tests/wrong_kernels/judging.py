@@ -27,17 +27,6 @@ from .chosen import chosen
 from .corpus import GELU, NORM, ROTARY, SILU, SIZES, WITHOUT_ENGINES, Wrong, kernels
 from .verdict import Verdict, graph_verdict, kit_verdict, right_kit_verdict, start_verdicts
 
-__all__ = [
-    "at_start",
-    "at_start_without",
-    "by_kit",
-    "in_a_graph",
-    "in_engines",
-    "is_captured",
-    "right_at_start",
-    "right_by_kit",
-]
-
 shared_in: Path | None = None
 """Folder of verdicts that the workers of pytest-xdist share."""
 

@@ -16,16 +16,6 @@ from torch import Tensor
 
 from vllm_fl.plugins.registry import known_contracts
 
-__all__ = [
-    "checked",
-    "gelu_and_mul",
-    "of",
-    "oracle",
-    "rms_norm",
-    "rotary_embedding",
-    "silu_and_mul",
-]
-
 
 def of(op: str) -> Callable[..., Any]:
     """Return the correct kernel of an op: one of these, or the oracle with a rounded result."""

@@ -43,8 +43,8 @@ its contract:
 Unsupported calls and dtypes are skipped, and pytest prints the reason. pytest counts a run with
 only skipped tests as a success. Therefore, on a machine with the device, use `python -m pytest
 --require-available`, which fails if an implementation is not available. `test_engine` starts one
-engine for all ops. If that fails, it starts one for each op, to find the op at fault. It always
-stops all processes of vLLM.
+engine for all ops, and stops all processes of vLLM. `vllm-fl bisect --startup` finds the op at
+fault.
 
 **Exceptions are data.** List known deviations of a backend, with reasons, in `xfails.toml` in the
 directory of the test file (`Xfail` has the keys). A test that passes despite an entry fails, and so
