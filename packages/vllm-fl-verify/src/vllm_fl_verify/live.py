@@ -29,7 +29,7 @@ from vllm_fl.text import quote
 from .budget import Budget, Valve, as_calls
 from .expected import Deviation
 from .guarded import Guarded, in_place, taken
-from .oracle import activations, each_part, magnitudes, wanted_of, worst
+from .oracle import each_part, float_activations, magnitudes, wanted_of, worst
 from .replacing import computes, replacing
 from .verification import (
     CallFailure,
@@ -403,7 +403,7 @@ def _largest(spec: OpSpec, args: Sequence[Any]) -> float:
 
 def _is_real(spec: OpSpec, args: Sequence[Any]) -> bool:
     """Whether a model may compute such activations. They may include -inf, for masks."""
-    floats = (each.float() for each in activations(spec, args).values())
+    floats = (each.float() for each in float_activations(spec, args).values())
     return all(float(x.nan_to_num(torch.inf, torch.inf, 0.0).abs().amax()) <= REAL for x in floats)
 
 

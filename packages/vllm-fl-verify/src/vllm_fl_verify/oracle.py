@@ -214,7 +214,7 @@ def each_part(result: Any, change: Callable[[Any], Any]) -> Any:
     return changed if isinstance(result, tuple) else changed[0]
 
 
-def activations(spec: OpSpec, args: Sequence[Any]) -> dict[str, torch.Tensor]:
+def float_activations(spec: OpSpec, args: Sequence[Any]) -> dict[str, torch.Tensor]:
     """Return the floating-point activations of a call, without empty ones."""
     of_token = ((name, arg) for name, arg in spec.named(args).items() if name in spec.by_token)
     tensors = ((name, arg) for name, arg in of_token if isinstance(arg, torch.Tensor))
@@ -225,7 +225,7 @@ def magnitudes(spec: OpSpec, args: Sequence[Any]) -> torch.Tensor | float:
     """Return the maximum magnitude of the finite activations in each row of a call, at least 1.
     Magnitudes of 8-bit activations are multiplied by those of their scales."""
     wide, is_scaled = [], False
-    for name, arg in activations(spec, args).items():
+    for name, arg in float_activations(spec, args).items():
         rows = len(arg) if spec.has_rows(name, arg) else 1
         wide.append(arg.double().abs().nan_to_num_(0.0, 0.0, 0.0).reshape(rows, -1).amax(1))
         is_scaled |= arg.itemsize == 1
