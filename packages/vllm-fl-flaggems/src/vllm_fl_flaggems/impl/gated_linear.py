@@ -62,7 +62,7 @@ def _gated(
 
 
 def _tile(outputs: int, tokens: int) -> Tile:
-    """Return the fastest tile for the shapes of ten models on an H200 (2026-11-30).
+    """Return the fastest tile for ten shapes of nine models on an H200 (2026-11-30).
 
     Blocks are smaller for more outputs, because then more programs share a multiprocessor, and all
     run at once.

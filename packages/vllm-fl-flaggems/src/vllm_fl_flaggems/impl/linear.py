@@ -102,7 +102,7 @@ def copies_blocks(device: torch.device) -> bool:
 def _is_faster(tokens: int, outputs: int, features: int) -> bool:
     """Return whether the kernel is as fast as PyTorch for two or more tokens.
 
-    Measured on an H200 at 29 shapes of ten models (2026-11-30), and up to 32 tokens on an H100 at
+    Measured on an H200 at 29 shapes of nine models (2026-11-30), and up to 32 tokens on an H100 at
     41 shapes (2026-11-27). At a few narrow shapes, a wrong choice costs 2 to 6 %. A program reads
     all features of 64 outputs. cuBLAS is faster if it can split many features over few outputs,
     and for many tokens, because of its smaller tiles.
@@ -158,7 +158,7 @@ def of_one_row(
     from ..triton_kernels import linear_of_one_row_kernel as kernel
 
     outputs, features = out.shape[1], weight.shape[1]
-    # The fastest on an H200 at 37 shapes (2026-11-30); for 8-bit numbers, on an H100.
+    # The fastest on an H200 at 38 shapes (2026-11-30); for 8-bit numbers, on an H100.
     rows, block = (4, 512) if scales is None and outputs > NARROW else (2, 1024)
     of_x, of_weight = scales or (None, None)
     with torch.cuda.device(x.device):
