@@ -105,8 +105,9 @@ def _compare_experts(
     from vllm_fl_verify.stock.linear import Linears
     from vllm_fl_verify.stock.rows import StockRows
 
-    with device, torch.no_grad():
-        layer = made_experts(form, "model.layers.0.mlp.experts", EXPERTS)
+    with torch.no_grad():
+        with device:
+            layer = made_experts(form, "model.layers.0.mlp.experts", EXPERTS)
         chosen = chosen_for(layer)
         if chosen is None or chosen.cls is not cls:
             why = chosen.config.backend_for(cls)[1] if chosen and chosen.config else ""
@@ -114,7 +115,6 @@ def _compare_experts(
         fill(layer, torch.Generator("cpu").manual_seed(seed))
         linears = Linears(StockRows(), seed=seed)
         linears.watch({layer: "experts"})
-    with torch.no_grad():
         layer.quant_method.process_weights_after_loading(layer)
     (row,) = linears.rows.to_json()
     return next(iter(row["problems"]), ""), next(iter(row["skipped"]), "")
