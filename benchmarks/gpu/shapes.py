@@ -117,6 +117,17 @@ SEVEN: Config = {
     "max_position_embeddings": 32_768,
 }
 
+YI: Config = {
+    **LLAMA,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "vocab_size": 64_000,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 5_000_000,
+    "max_position_embeddings": 4096,
+}
+
 MODELS: dict[str, tuple[Config, dict[str, Any]]] = {
     "qwen3-8b": (MODEL, {}),
     "llama-3.1-8b": (LLAMA, {}),
@@ -124,6 +135,7 @@ MODELS: dict[str, tuple[Config, dict[str, Any]]] = {
     "mistral-nemo": (NEMO, {}),
     "qwen2.5-1.5b": (SMALL, {}),
     "qwen2.5-7b": (SEVEN, {}),
+    "yi-1.5-9b": (YI, {}),
     "qwen3-30b-a3b": (EXPERTS, {}),
     "qwen3-8b-fp8": (MODEL, {"quantization": "fp8"}),
 }
