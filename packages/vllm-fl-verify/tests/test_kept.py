@@ -25,6 +25,7 @@ from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings.loading import load_settings
 from vllm_fl_verify import kept, loaded, plugin, trials
+from vllm_fl_verify.batches import POOL
 from vllm_fl_verify.made_inputs import Checks, checks_of
 from vllm_fl_verify.verdicts import KeptVerdict, hashed, verdict_folder, write_verdict
 
@@ -224,3 +225,11 @@ def test_drawn_sizes_are_those_of_the_implementation(tokens: Any, largest: int) 
     assert tokens[0] <= min(drawn) <= max(drawn) <= largest
     assert max(drawn) - min(drawn) >= 0.8 * (largest - tokens[0])
     assert max(of_role.drawn_counts(4, number=50)) <= max(4, tokens[0])
+
+
+@pytest.mark.parametrize(("pool", "is_kept"), [(POOL, False), (trials.KEPT_POOL, True)])
+def test_a_kept_verdict_needs_no_large_values(pool: int, is_kept: bool) -> None:
+    spec, sizes = known_contracts().contracts[OP], ModelSizes(intermediate=64, tokens=(1, 300))
+    fixed = spec, torch.bfloat16, torch.device("cpu"), sizes, 1
+    ordinary, large = trials.Trials(*fixed, pool=pool).forms[0].samples
+    assert (large is ordinary) == is_kept

@@ -253,8 +253,10 @@ class Trials:
         if self.sizes is None or self.spec.fixed_batch:
             return []
         pool = (min(self.pool, self.largest),)
-        kinds = (self._served(pool, large) for large in (False, True))
-        pairs = [*zip(*kinds, strict=True)]
+        ordinary = [*self._served(pool, False)]
+        # Implementations that were verified before are not called with large values.
+        large = ordinary if self.pool == KEPT_POOL else self._served(pool, True)
+        pairs = [*zip(ordinary, large, strict=True)]
         passed: dict[tuple[int, str], list[Sample]] = {}
         for dtypes in self.provided:
             for number, pair in enumerate(pairs):
