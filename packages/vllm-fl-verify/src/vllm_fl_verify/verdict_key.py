@@ -67,7 +67,7 @@ def _beneath(*_: object) -> object:
     roots = (root for spec in specs for root in spec.submodule_search_locations or ())
     walked = ((here, each) for root in roots for here, _, files in os.walk(root) for each in files)
     code = (os.path.join(*each) for each in walked if each[1].endswith((".py", ".so")))
-    return {path: _state(path) for path in code}
+    return hashed(sorted((path, _state(path)) for path in code))  # `_plain` would be slow
 
 
 def _state(path: str | Path) -> tuple[int, int, int] | None:
