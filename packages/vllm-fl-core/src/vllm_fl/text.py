@@ -10,6 +10,7 @@ import os
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 
 REDACTED = "<redacted>"
 
@@ -91,6 +92,7 @@ def spelt(error: BaseException) -> str:
     return f"{name}: {message}" if message else name
 
 
+@lru_cache(1024)  # each text is searched for the values of all variables
 def is_secret(name: str) -> bool:
     return name != "PWD" and _SECRET.search(name) is not None
 
