@@ -34,6 +34,8 @@ from vllm_fl.integration.patchers.linear_kernels import first_in_lists
 from vllm_fl.plugins.inspection import FAILED, Moment
 from vllm_fl_verify import quantised
 from vllm_fl_verify.quantised import MadeLayer
+from vllm_fl_verify.stock.experts import MERGED
+from vllm_fl_verify.stock.weights import dequantised
 
 __all__ = ["draw", "vllm_process"]
 
@@ -225,7 +227,16 @@ def test_layers_are_compared_again_after_an_update(
     assert not quantised.compare_layers_of_plan(engine, Moment.UPDATED)
 
 
-@pytest.mark.parametrize("fault", ["", "last token", "routing", "tiny weights"])
+def test_floating_point_zero_points_of_experts_are_not_read() -> None:
+    packed = torch.randint(1 << 31, (8, 16), dtype=torch.int32)
+    held = {"qweight": packed, "scales": torch.rand(2, 16)}
+    plain = dequantised(held, (16, 64), [16], None)
+    assert plain is not None
+    of_experts = dequantised(held | {"qzeros": torch.rand(2, 2)}, (16, 64), [16], None)
+    assert torch.equal(plain, of_experts)
+
+
+@pytest.mark.parametrize("fault", ["", "last token", "routing", "tiny weights", "merged"])
 def test_planned_experts_are_compared(
     fault: str, draw: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,7 +246,9 @@ def test_planned_experts_are_compared(
     with first_in_lists({key[0]: [acme]}):
         layer = made_experts(draw)
     if fault == "tiny weights":
-        layer.w13_weight_scale.data *= 1e-6
+        layer.w13_weight_scale.data *= 1e-12
+    if fault == "merged":  # one scale for gate and one for up, as of fp8
+        layer.w13_weight_scale.data = -torch.ones(len(layer.w13_weight_scale), 2)
     watch(engine, layer, monkeypatch)
     if fault == "routing":
         monkeypatch.setattr(type(layer.quant_method), "is_monolithic", True)
@@ -245,6 +258,6 @@ def test_planned_experts_are_compared(
         assert found[key].reason.startswith("in 1 of 1 layers, such as ours: the result: ")
         return
     (remark,) = engine.remarks[Moment.LOADED]
-    why = "int8_experts: 1 layers not verified: the class also computes the routing"
-    compared = "1 quantised layers compared"
-    assert not found and remark == (why if fault == "routing" else compared)
+    why = {"routing": "the class also computes the routing", "merged": MERGED}.get(fault)
+    left = f"int8_experts: 1 layers not verified: {why}"
+    assert not found and remark == (left if why else "1 quantised layers compared")

@@ -99,7 +99,8 @@ def _of_gptq(held: Held, shape: tuple[int, int], from_one: bool) -> Tensor | Non
         )
         return _grouped(values, offset, scales, None)
     values, offset = _unpacked(packed, shape[1], 0)
-    if zeros is not None and zeros.numel():
+    # vLLM's experts of GPTQ have floating-point zero points, and do not use them.
+    if zeros is not None and zeros.numel() and not zeros.is_floating_point():
         offset = _unpacked(zeros, shape[0], 1)[0].t() + int(from_one)
     return _grouped(values.t(), offset, scales, held.get("g_idx"))
 
