@@ -34,8 +34,9 @@ PROCESSORS, SHARED_BYTES = 132, 227 * 1024
 
 FEW_TOKENS = 32
 
-NARROW = 2048
-"""Largest number of outputs of a product that needs smaller programs for one token."""
+NARROW = {2: 2048, 1: 2560}
+"""Largest number of outputs of a product that needs smaller programs for one token, by the bytes of
+a number."""
 
 COPY_ALIGN = 16
 """Required alignment, in bytes, of tensors and of their rows for block copies on Hopper."""
@@ -158,8 +159,8 @@ def of_one_row(
     from ..triton_kernels import linear_of_one_row_kernel as kernel
 
     outputs, features = out.shape[1], weight.shape[1]
-    # The fastest on an H200 at 38 shapes (2026-11-30); for 8-bit numbers, on an H100.
-    rows, block = (4, 512) if scales is None and outputs > NARROW else (2, 1024)
+    # The fastest on an H200 at 38 shapes, and at 18 for 8-bit numbers (2026-11-30).
+    rows, block = (4, 512) if outputs > NARROW[weight.itemsize] else (2, 1024)
     of_x, of_weight = scales or (None, None)
     with torch.cuda.device(x.device):
         kernel[(-(-len(weight) // rows),)](
