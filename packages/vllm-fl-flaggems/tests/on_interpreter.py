@@ -21,8 +21,10 @@ from vllm_fl import OpImpl, hookimpl
 def register_ops() -> Iterable[OpImpl]:
     """Provide nothing; let the installed plugin use FlagGems on the interpreter."""
     from vllm_fl_flaggems import loading
+    from vllm_fl_flaggems.impl import experts
 
     loading.loaded[:] = [triton_interpreter.install()]
+    experts.ROWS = 64  # a program costs the interpreter milliseconds
     _look_for_positions()
     _exponentials_by_name()
     return ()

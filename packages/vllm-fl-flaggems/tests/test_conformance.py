@@ -17,3 +17,8 @@ if "TRITON_INTERPRET" in os.environ:
 class TestFlagGems(OpConformance):
     backend = "default.flagos"
     sizes = SMALL if os.environ.get("TRITON_INTERPRET") else OpConformance.sizes
+
+
+class TestFewTokens(OpConformance):
+    backend = "flagos.few_tokens"
+    sizes = TestFlagGems.sizes

@@ -27,7 +27,7 @@ def test_what_it_orders_on_hopper_is_there_and_has_its_figure() -> None:
     orders = settings.by_device
     brought = {impl.op_name for impl in plugin.register_ops()}
     gated = {"linear_gelu_tanh_and_mul", "linear_silu_and_mul"}
-    ordered = {"linear", "linear_fp8", *gated, "qk_norm_rope", "reshape_and_cache"}
+    ordered = {"fused_experts", "linear", "linear_fp8", *gated, "qk_norm_rope", "reshape_and_cache"}
     assert set(orders) == ordered <= brought
     assert all(o.measured for each in orders.values() for o in each)
 
@@ -43,6 +43,8 @@ def test_what_it_orders_on_hopper_is_there_and_has_its_figure() -> None:
         assert first_there("qk_norm_rope", 16384) == "impl:default.flagos"
         assert first_there("reshape_and_cache", 2049) == "impl:default.flagos"
         assert first_there("reshape_and_cache", 2048) == "stock"
+        assert first_there("fused_experts", 2) == "impl:flagos.few_tokens"
+        assert first_there("fused_experts", 3) == "stock"
 
 
 def test_the_attention_backend_is_where_its_path_says() -> None:

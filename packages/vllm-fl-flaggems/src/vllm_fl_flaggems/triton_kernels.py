@@ -304,3 +304,98 @@ def linear_kernel(
 def _scales(scale_ptr, at, count, EACH: tl.constexpr):
     """Load the scales of rows `at` of `count` rows: one per row if EACH, otherwise one for all."""
     return tl.load(scale_ptr + (at if EACH else at * 0), mask=at < count, other=0.0)
+
+
+@triton.jit
+def _expert_of(ids_ptr, map_ptr, pair, known):
+    """Return the index of a pair's expert in the weights, int64; -1 if it is not on this rank."""
+    expert = tl.load(ids_ptr + pair).to(tl.int64)
+    is_known = (expert >= 0) & (expert < known)
+    if map_ptr is not None:
+        expert = tl.load(map_ptr + expert, mask=is_known, other=-1).to(tl.int64)
+    return tl.where(is_known, expert, -1)
+
+
+@triton.jit
+def experts_inner_kernel(
+    x_ptr,
+    w13_ptr,
+    ids_ptr,
+    map_ptr,
+    inner_ptr,
+    k,
+    known,
+    width,
+    features,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Compute the next ROWS of an expert's `width` activated features, for one token.
+
+    A pair is a token and one of its k experts. `known` is the number of ids. The result of a pair
+    without an expert on this rank is not written.
+    """
+    parts = tl.cdiv(width, ROWS)
+    pair = (tl.program_id(0) // parts).to(tl.int64)
+    expert = _expert_of(ids_ptr, map_ptr, pair, known)
+    if expert >= 0:
+        row = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS)
+        is_row = row < width
+        gate_rows = w13_ptr + (expert * 2 * width + row)[:, None] * features
+        up_rows = gate_rows + width.to(tl.int64) * features
+        feature = tl.arange(0, BLOCK)
+        gates = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+        ups = gates
+        for start in tl.range(0, features, BLOCK, num_stages=3):
+            at = start + feature
+            is_feature = at < features
+            x = tl.load(x_ptr + pair // k * features + at, mask=is_feature, other=0.0)
+            x = x.to(tl.float32)[None, :]
+            if WHOLE:
+                gate, up = tl.load(gate_rows + at[None, :]), tl.load(up_rows + at[None, :])
+            else:
+                here = is_row[:, None] & is_feature[None, :]
+                gate = tl.load(gate_rows + at[None, :], mask=here, other=0.0)
+                up = tl.load(up_rows + at[None, :], mask=here, other=0.0)
+            gates += gate.to(tl.float32) * x
+            ups += up.to(tl.float32) * x
+        inner = _activated(tl.sum(gates, axis=1), tl.sum(ups, axis=1), "silu")
+        tl.store(inner_ptr + pair * width + row, inner, mask=is_row)
+
+
+@triton.jit
+def experts_outer_kernel(
+    inner_ptr,
+    w2_ptr,
+    weights_ptr,
+    ids_ptr,
+    map_ptr,
+    out_ptr,
+    k,
+    known,
+    width,
+    features,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sum the next ROWS features of one token over its experts, in the order of its pairs."""
+    parts = tl.cdiv(features, ROWS)
+    token = (tl.program_id(0) // parts).to(tl.int64)
+    row = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS)
+    is_row = row < features
+    within = tl.arange(0, BLOCK)
+    blocks = tl.cdiv(width, BLOCK)
+    products = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for step in tl.range(0, k * blocks, num_stages=3):
+        pair = token * k + step // blocks
+        at = step % blocks * BLOCK + within
+        expert = _expert_of(ids_ptr, map_ptr, pair, known)
+        here = (at < width) & (expert >= 0)
+        weight = tl.load(weights_ptr + pair, mask=expert >= 0, other=0.0).to(tl.float32)
+        inner = tl.load(inner_ptr + pair * width + at, mask=here, other=0.0) * weight
+        rows = w2_ptr + (expert * features + row)[:, None] * width + at[None, :]
+        w2 = tl.load(rows, mask=is_row[:, None] & here[None, :], other=0.0)
+        products += w2.to(tl.float32) * inner[None, :]
+    total = tl.sum(products, axis=1).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token * features + row, total, mask=is_row)

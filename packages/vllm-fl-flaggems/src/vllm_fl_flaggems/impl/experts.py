@@ -1,4 +1,4 @@
-"""Mixtures of experts, on FlagGems's Triton kernels."""
+"""Mixtures of experts, on the Triton kernels of FlagGems, or of this package for few tokens."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ from typing import Any
 
 import torch
 
-from ..loading import flag_gems_module
+from vllm_fl import BackendImplKind, OpImpl
+
+from ..kernels import CUDA
+from ..loading import available, flag_gems_module
 from . import implementation
-from .routing import of_experts
+from .routing import check_ids, of_experts
+
+ROWS = 4
+"""Weight rows per program of the kernels for few tokens. The fastest, with their blocks, on an H200
+for one token and the experts of six models (2026-11-30)."""
 
 
 def fused_experts(
@@ -51,6 +58,48 @@ def fused_experts(
     return out
 
 
+def of_few_tokens(
+    hidden_states: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    global_num_experts: int = -1,
+    expert_map: torch.Tensor | None = None,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute each token's experts by itself, in two kernels. Sums are in fp32, rounded once.
+
+    Correct for any number of tokens, but fast for one or two only, because each token reads the
+    weights of its experts. Not supported: activations other than "silu", weights on the input,
+    biases. An invalid id raises IndexError on the CPU only.
+    """
+    from ..triton_kernels import experts_inner_kernel, experts_outer_kernel
+
+    known = len(w13) if expert_map is None else len(expert_map)
+    check_ids(topk_ids, known)
+    x, w13, w2 = hidden_states.contiguous(), w13.contiguous(), w2.contiguous()
+    weights, ids = topk_weights.contiguous(), topk_ids.contiguous()
+    (tokens, k), features, width = ids.shape, w2.shape[1], w2.shape[2]
+    out, inner = torch.empty_like(x), x.new_empty((tokens * k, width), dtype=torch.float32)
+    if not tokens:
+        return out
+    sizes = k, known, width, features
+    block, outer_block = 512, 1024 if width > 512 else 512
+    whole = width % ROWS == 0 and features % block == 0
+    with torch.cuda.device(x.device):
+        experts_inner_kernel[(-(-width // ROWS) * tokens * k,)](
+            x, w13, ids, expert_map, inner, *sizes, ROWS, block, whole
+        )
+        experts_outer_kernel[(-(-features // ROWS) * tokens,)](
+            inner, w2, weights, ids, expert_map, out, *sizes, ROWS, outer_block
+        )
+    return out
+
+
 @cache
 def _kernels() -> Any:
     """Return FlagGems's module.
@@ -69,6 +118,19 @@ def _kernels() -> Any:
 
 
 OPS = (
+    OpImpl(
+        "fused_experts",
+        "flagos.few_tokens",
+        BackendImplKind.DEFAULT,
+        of_few_tokens,
+        priority=100,  # after the kernels of FlagGems, which are faster for many tokens
+        available=available,
+        takes=(
+            f"hidden_states.device.type in {CUDA}",
+            "activation == 'silu' and not apply_router_weight_on_input",
+            "w13_bias is None and w2_bias is None",
+        ),
+    ),
     implementation(
         fused_experts,
         "hidden_states.dtype != torch.float32",  # the kernels would use TF32, with 10 bits

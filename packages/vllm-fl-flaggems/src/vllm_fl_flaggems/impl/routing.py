@@ -127,12 +127,17 @@ def moe_sum(
 def of_experts(topk_ids: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (ids clamped to valid experts, mask of the changed positions).
 
-    An invalid id raises IndexError on the CPU only; elsewhere the check would wait for the device.
+    An invalid id raises IndexError on the CPU only.
     """
-    if topk_ids.is_cpu and topk_ids.numel() and int(topk_ids.max()) >= count:
-        raise IndexError(f"topk_ids must be below {count}, got {int(topk_ids.max())}")
+    check_ids(topk_ids, count)
     ids = topk_ids.clamp(0, count - 1)
     return ids, ids != topk_ids
+
+
+def check_ids(topk_ids: torch.Tensor, count: int) -> None:
+    """Raise IndexError for an invalid id, on the CPU only: a check waits for the device."""
+    if topk_ids.is_cpu and topk_ids.numel() and int(topk_ids.max()) >= count:
+        raise IndexError(f"topk_ids must be below {count}, got {int(topk_ids.max())}")
 
 
 OPS = (
