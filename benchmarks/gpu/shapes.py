@@ -42,7 +42,7 @@ EXPERTS: Config = {
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
-    "num_hidden_layers": 12,  # of 48, so that several engines fit
+    "num_hidden_layers": 24,  # of 48, so that several engines fit
     "num_key_value_heads": 4,
 }
 
