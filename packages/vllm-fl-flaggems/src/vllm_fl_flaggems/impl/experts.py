@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 
-from vllm_fl import BackendImplKind, OpImpl
-
-from ..kernels import CUDA
-from ..loading import available, flag_gems_module
+from ..loading import flag_gems_module
 from . import implementation
 from .routing import check_ids, of_experts
 
@@ -118,18 +116,16 @@ def _kernels() -> Any:
 
 
 OPS = (
-    OpImpl(
-        "fused_experts",
-        "flagos.few_tokens",
-        BackendImplKind.DEFAULT,
-        of_few_tokens,
-        priority=100,  # after the kernels of FlagGems, which are faster for many tokens
-        available=available,
-        takes=(
-            f"hidden_states.device.type in {CUDA}",
+    replace(
+        implementation(
+            of_few_tokens,
             "activation == 'silu' and not apply_router_weight_on_input",
             "w13_bias is None and w2_bias is None",
+            own=True,
         ),
+        op_name="fused_experts",
+        impl_id="flagos.few_tokens",
+        priority=100,  # after the kernels of FlagGems, which are faster for many tokens
     ),
     implementation(
         fused_experts,
