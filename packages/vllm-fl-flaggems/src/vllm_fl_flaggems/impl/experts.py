@@ -17,6 +17,10 @@ ROWS = 4
 """Weight rows per program of the kernels for few tokens. The fastest, with their blocks, on an H200
 for one token and the experts of six models (2026-11-30)."""
 
+MOST_TOKENS = 64
+"""Maximum number of tokens of these kernels. They are the fastest for one and two tokens only,
+because each token reads the weights of its experts."""
+
 
 def fused_experts(
     hidden_states: torch.Tensor,
@@ -71,10 +75,14 @@ def of_few_tokens(
 ) -> torch.Tensor:
     """Compute each token's experts by itself, in two kernels. Sums are in fp32, rounded once.
 
-    Correct for any number of tokens, but fast for one or two only, because each token reads the
-    weights of its experts. Not supported: activations other than "silu", weights on the input,
-    biases. An invalid id raises IndexError on the CPU only.
+    Not supported: float32, activations other than "silu", weights on the input, biases. An invalid
+    id raises IndexError on the CPU only.
+
+    Raises:
+        NotImplementedError: there are more than `MOST_TOKENS` tokens.
     """
+    if len(hidden_states) > MOST_TOKENS:
+        raise NotImplementedError(f"the kernels support at most {MOST_TOKENS} tokens")
     from ..triton_kernels import experts_inner_kernel, experts_outer_kernel
 
     known = len(w13) if expert_map is None else len(expert_map)
@@ -119,6 +127,7 @@ OPS = (
     replace(
         implementation(
             of_few_tokens,
+            "hidden_states.dtype != torch.float32",  # as below, to never replace it for all calls
             "activation == 'silu' and not apply_router_weight_on_input",
             "w13_bias is None and w2_bias is None",
             own=True,
