@@ -343,7 +343,7 @@ def experts_inner_kernel(
         row = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS)
         is_row = row < width
         gate_rows = w13_ptr + (expert * 2 * width + row)[:, None] * features
-        up_rows = gate_rows + width.to(tl.int64) * features
+        up_rows = w13_ptr + (expert * 2 * width + width + row)[:, None] * features
         feature = tl.arange(0, BLOCK)
         gates = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
         ups = gates
