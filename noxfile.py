@@ -350,7 +350,7 @@ def oldest(session: nox.Session) -> None:
     """Run some engine tests on the oldest release and on its oldest empty build."""
     env = over(session, with_vllm(session, envs.VLLM_RANGE[0]), *KIT, REFERENCE, CPU)
     engines_in_parallel(session, env, "-m", "oldest")
-    chosen = (*DAILY, "-k", "not gemma3 and not one_kernel and not second")
+    chosen = (*DAILY, "-k", "not gemma3 and not second")
     empty_builds(session, envs.EMPTY_RANGE[0], *chosen)
 
 
