@@ -127,8 +127,7 @@ def test_an_op_is_found(op: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "plan"),
-    [(model, plan) for model, plans in RECORDED.items() for plan in plans],
+    ("model", "plan"), [(model, plan) for model, plans in RECORDED.items() for plan in plans]
 )
 def test_recorded_plans(model: str, plan: str) -> None:
     def errors(counts: list[int]) -> list[float]:

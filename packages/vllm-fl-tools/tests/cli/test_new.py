@@ -57,7 +57,7 @@ def test_writes_the_common_skeleton(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
-    "name", ["Acme", "my-chip", "my_chip", "3d", "", "é", "a b", "../up", "stock", "ops"]
+    "name", ["Acme", "my-chip", "my_chip", "3d", "", "é", "a b", "../up", "stock", "ops", "a" * 300]
 )
 def test_a_bad_name_is_one_error_and_nothing_is_written(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -208,6 +208,7 @@ def test_any_choice_of_ops_is_whole(
         (("--over", "fl"), "--over 'fl'"),
         (("--over", "nvidia"), "--over 'cuda': it is part of vLLM"),
         (("--platform", "cuda", "--ops", "wiggle"), "'wiggle'"),
+        (("--dir", "d" * 300), "File name too long"),
     ],
 )
 @pytest.mark.parametrize("plugin", [ELSEWHERE], indirect=True)

@@ -96,7 +96,6 @@ def run(arguments: argparse.Namespace) -> int:
     over = arguments.over is not None
     asked = arguments.over if over else arguments.platform
     platform = None if asked is None else normalise_platform(asked)
-    _check_name(name, parent, folder)
     _check_ops(ops)
     check = _check_plugin if over else _check_platform
     if platform is not None:
@@ -104,6 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     known = platform is None or not over or platform in PLATFORMS or is_foreign(platform)
     changes = _changes(name, platform, over=over, is_known=known)
     try:
+        _check_name(name, parent, folder)
         _write(name, ops, changes, folder)
     except OSError as error:
         raise UsageError(f"cannot write {folder}: {error}") from error
@@ -122,10 +122,10 @@ def _show(facts: Mapping[str, Any]) -> None:
 
 
 def _check_name(name: str, parent: Path, folder: Path) -> None:
-    if not re.fullmatch(r"[a-z][a-z0-9]*", name):
+    if not re.fullmatch(r"[a-z][a-z0-9]{,63}", name):
         raise UsageError(
-            f"{name!r} is not a valid name: use one word of lower-case letters and digits, such as "
-            "acme"
+            f"{name!r} is not a valid name: use one word of at most 64 lower-case letters and "
+            "digits, such as acme"
         )
     if name in RESERVED:
         raise UsageError(f"{name!r} is reserved. Reserved names: {', '.join(RESERVED)}")
