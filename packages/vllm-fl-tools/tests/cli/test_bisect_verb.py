@@ -211,8 +211,9 @@ def test_prompts(bisect: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for content, problem in (
         ("[[3, 99]]", "token 99 is not in the vocabulary of 50 tokens"),
         ("", "has no prompt"),
-        ("[[3, 4.5]]", "expected a list of lists of token ids"),
-        ("[3]", "expected a list of lists of token ids"),
+        ("[[3, 4.5]]", "list of lists of token ids"),
+        ("[3]", "list of lists of token ids"),
+        ('{"prompts": [[3]]}', "expected one prompt per line, or a JSON list of lists"),
     ):
         file.write_text(content)
         done = bisect("--prompts", "prompts", length=2)

@@ -288,10 +288,11 @@ def _prompts(model: str, path: str) -> list[list[int]]:
         ids = json.loads(text)
     except ValueError:
         ids = None
-    if isinstance(ids, list):
+    if isinstance(ids, list | dict):
         if not ids or not all(isinstance(e, list) and {*map(type, e)} == {int} for e in ids):
-            raise UsageError(f"--prompts {path}: expected a list of lists of token ids")
-        return ids
+            forms = "one prompt per line, or a JSON list of lists of token ids"
+            raise UsageError(f"--prompts {path}: expected {forms}")
+        return list(ids)
     lines = [line for line in map(str.strip, text.splitlines()) if line]
     if not lines:
         raise UsageError(f"--prompts {path}: the file has no prompt")
