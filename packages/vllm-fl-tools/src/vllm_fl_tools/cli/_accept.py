@@ -134,23 +134,20 @@ def accept_table(arguments: argparse.Namespace) -> int:
     rounds = ROUNDS if arguments.rounds is None else arguments.rounds
     if rounds < STARTS:
         raise UsageError(f"--rounds {rounds}: expected at least {STARTS}")
-    if _is_table(path):
+    if re.search("^holds:", read_text(path, "table", "--accept"), re.MULTILINE):
         read_table(path, "--accept")
+        variable = Settings.table.variable
     else:
         load_settings({CONFIG: path})
+        variable = CONFIG
     more = arguments.more
     started = time.monotonic()
     with ended_by_signal():
-        served = compare_engines(os.path.abspath(path), model, more, -(-rounds // STARTS))
+        served = compare_engines(variable, os.path.abspath(path), model, more, -(-rounds // STARTS))
     verdict, took = judged(served), time.monotonic() - started
     facts = {"table": path, "seconds": took, **dataclasses.asdict(verdict)}
     print_answer(facts, partial(_show, served), as_json=arguments.json)
     return 0 if verdict.accepted else 1
-
-
-def _is_table(path: str) -> bool:
-    """Return whether the file is a table, not a settings file."""
-    return re.search("^holds:", read_text(path, "table", "--accept"), re.MULTILINE) is not None
 
 
 def judged(served: Served) -> Acceptance:
@@ -191,26 +188,25 @@ def _ratios(served: Served, phase: str) -> list[float]:
 
 
 def _show(served: Served, facts: Mapping[str, Any]) -> None:
-    rows = []
+    rows, figures = [], facts["figures"]
     for phase, visit in served.phases.items():
         tokens = visit.batch * (visit.prompt_tokens if visit.new_tokens == 1 else 1)
-        speeds = [
-            f"{tokens / statistics.median(served.seconds[engine, phase]):.1f}"
-            for engine in (DEFAULT, TABLED)
-        ]
-        of = {
-            name: f"{facts['figures'][f'{phase}: {name}']:.3f}" for name in ("ratio", "low", "high")
-        }
-        rows.append([phase, *speeds, of["ratio"], f"{of['low']}-{of['high']}"])
+        medians = [statistics.median(served.seconds[each, phase]) for each in (DEFAULT, TABLED)]
+        speeds = [f"{tokens / median:.1f}" for median in medians]
+        ratio, low, high = (figures[f"{phase}: {name}"] for name in ("ratio", "low", "high"))
+        rows.append([phase, *speeds, f"{ratio:.3f}", f"{low:.3f}-{high:.3f}"])
     print_table(["phase", f"tokens/s {DEFAULT}", TABLED, "ratio", "quartiles"], rows)
     state = "accepted" if facts["accepted"] else "not accepted"
     say(f"\nThe file {facts['table']} is {state}: {facts['reason']}. {facts['seconds']:.0f} s.")
 
 
-def compare_engines(path: str, model: str, more: Sequence[str], rounds: int) -> Served:
-    """Serve a model with a table and without it, alternately.
+def compare_engines(
+    variable: str, path: str, model: str, more: Sequence[str], rounds: int
+) -> Served:
+    """Serve a model with a table or settings file and without it, alternately.
 
-    `more` are arguments for vLLM. Each pair of engines runs this number of `rounds`.
+    `variable` sets the file. `more` are arguments for vLLM. Each pair of engines runs this number
+    of `rounds`.
 
     Raises:
         EngineError: an engine failed.
@@ -225,8 +221,8 @@ def compare_engines(path: str, model: str, more: Sequence[str], rounds: int) -> 
             order = (TABLED, DEFAULT) if start % 2 == 0 else (DEFAULT, TABLED)
             engines: dict[str, EngineProcess] = {}
             for name in order:
-                engines[name] = stack.enter_context(_running(name, path, model, more))
-                if _is_table(path):
+                engines[name] = stack.enter_context(_running(name, variable, path, model, more))
+                if variable == Settings.table.variable:
                     _check(engines[name], path if name == TABLED else None)
             digest, other = (str(engines[name].report["digest"]) for name in (TABLED, DEFAULT))
             if digest == other:
@@ -323,10 +319,9 @@ def _fitted(
 
 
 def _running(
-    name: str, path: str, model: str, more: Sequence[str]
+    name: str, variable: str, path: str, model: str, more: Sequence[str]
 ) -> contextlib.AbstractContextManager[EngineProcess]:
     options = {"gpu_memory_utilization": 0.45}  # two engines on one device
-    variable = Settings.table.variable if _is_table(path) else CONFIG
     environment = {key: value for key, value in os.environ.items() if key != variable}
     if name == TABLED:
         environment[variable] = path
