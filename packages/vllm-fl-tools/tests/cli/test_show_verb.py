@@ -81,12 +81,21 @@ def test_a_process_that_was_just_killed(fl: Command, tmp_path: Path) -> None:
     "", "{", "[]", "3", '{"schema": 1}', '{"schema": 1, "written": "now", "report": {}}',
     '{"schema": 1, "written": "2026-01-01T00:00:00+00:00", "report": {"ops": []}}',
     '{"schema": 1, "written": "2026-01-01T00:00:00", "report": {}}',
+    '{"schema": 1, "plan": {}}', '{"schema": 1, "results": [{}]}',
 ])  # fmt: skip
-def test_what_is_no_report_is_an_error_of_usage(fl: Command, tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_what_is_no_report_is_an_error_of_usage(
+    fl: Command, tmp_path: Path, content: str, more: tuple[str, ...]
+) -> None:
     path = tmp_path / "chat.json"
     path.write_text(content)
-    done = fl("show", str(path))
+    done = fl("show", str(path), *more)
     assert done.status == 2 and str(path) in done.err and "Traceback" not in done.err
+    assert not done.out
+
+
+def test_an_infinite_number(fl: Command, tmp_path: Path) -> None:
+    assert fl("show", left(tmp_path, rank=float("inf")), "--json").status == 2
 
 
 def test_a_file_that_is_not_there_or_of_another_release(fl: Command, tmp_path: Path) -> None:

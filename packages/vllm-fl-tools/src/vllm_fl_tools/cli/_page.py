@@ -16,7 +16,7 @@ from vllm_fl.text import clean, quote
 from ..engine.tuning_table import KEEP_DEFAULT, Figure, Tuned, TunedOp
 from . import _plots
 from ._coverage import answers, row_label, sums
-from ._show import UsageError
+from ._show import INCOMPLETE, UsageError
 
 KINDS = ("table", "verification", "coverage")
 """Kinds of files, in the order of the page."""
@@ -77,7 +77,7 @@ def benchmark_report(measured: Sequence[ResultFile]) -> str:
         try:
             rows.append(made.summary(f"t{number}", one))
             sections.append((one.kind, made.section(f"t{number}", one)))
-        except (AttributeError, KeyError, TypeError, ValueError, TemplateError) as error:
+        except (*INCOMPLETE, TemplateError) as error:
             raise UsageError(
                 f"{one.name}: incomplete: {quote(error)}; write the file again"
             ) from error

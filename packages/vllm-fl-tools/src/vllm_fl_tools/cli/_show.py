@@ -15,6 +15,9 @@ from vllm_fl.text import clean, scrub
 
 OUTPUT_SCHEMA = 1
 
+INCOMPLETE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""Errors of code that reads the data of an incomplete file."""
+
 _answers: TextIO | None = None
 """Output for answers; None for the current standard output."""
 
@@ -28,10 +31,13 @@ class UsageError(VllmFLError):
 
 
 @contextlib.contextmanager
-def answering() -> Iterator[None]:
-    """In the block, only answers go to standard output; logs of vLLM or a compiler go to stderr."""
+def answering(to: TextIO | None = None) -> Iterator[None]:
+    """In the block, only answers go to standard output; logs of vLLM or a compiler go to stderr.
+
+    With `to`, the answers go there instead.
+    """
     global _answers
-    before, _answers = _answers, sys.stdout
+    before, _answers = _answers, to or sys.stdout
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
@@ -42,10 +48,17 @@ def answering() -> Iterator[None]:
 def print_answer(
     facts: Mapping[str, Any], show: Callable[[Mapping[str, Any]], None], *, as_json: bool
 ) -> None:
-    """Print the answer of a verb: as a JSON object with the schema's number, or with `show`."""
+    """Print the answer of a verb: as a JSON object with the schema's number, or with `show`.
+
+    Raises:
+        UsageError: the answer has a number that JSON cannot represent.
+    """
     if not as_json:
         return show(facts)
-    text = json.dumps(_scrubbed({"schema": OUTPUT_SCHEMA, **facts}), indent=2, allow_nan=False)
+    try:
+        text = json.dumps(_scrubbed({"schema": OUTPUT_SCHEMA, **facts}), indent=2, allow_nan=False)
+    except ValueError as error:
+        raise UsageError("--json: the answer has an infinite number or NaN: omit --json") from error
     print(text, file=_answers)
 
 

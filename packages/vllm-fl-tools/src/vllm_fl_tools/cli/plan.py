@@ -27,7 +27,7 @@ from ..operate.described import Described
 from ..operate.errors import LockError
 from ._engine import asked_of, takes_engine
 from ._lock import save
-from ._show import UsageError, print_answer, print_table, say
+from ._show import INCOMPLETE, UsageError, print_answer, print_table, say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -154,7 +154,7 @@ def _given(what: str) -> dict[str, Any] | None:
         if lock is not None:
             return {**_of_lock(lock, lock.facts["plan"]), "warnings": []}
         ops = {op: _outcome(each) for op, each in _in_model(document["plan"]["ops"]).items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except INCOMPLETE as error:
         wrong = f"--diff {what}: not the output of `vllm-fl plan --json` or `plan --save`"
         raise UsageError(wrong) from error
     return {"ops": ops, "aside": "", "warnings": []}

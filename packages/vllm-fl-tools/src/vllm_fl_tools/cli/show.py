@@ -8,6 +8,7 @@ Example: vllm-fl show chat.report.json
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import socket
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ from vllm_fl.text import quote
 from ..engine.tuning_table import Tuned
 from ..operate.state_file import CLOSE_TIMEOUT, INTERVAL, request
 from ._options import draft_of
-from ._show import OUTPUT_SCHEMA, UsageError, print_answer, print_table, say
+from ._show import INCOMPLETE, OUTPUT_SCHEMA, UsageError, answering, print_answer, print_table, say
 
 MAX_BYTES = 16 * 2**20
 
@@ -42,9 +43,6 @@ CONTENTS = {
 
 SHOWN = {"coverage": "_profile", "verification": "verify", "plan": "plan", "bisection": "bisect"}
 """Kind -> the module that prints it."""
-
-MEASURED = ("table", "coverage", "verification")
-"""The kinds that a page can have."""
 
 STATES = {"starting": "starting up", "ended": "shut down", "failed": "failed at startup"}
 
@@ -72,16 +70,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Return 0. Raises UsageError if a file's kind is unknown."""
     files = [_current(path) for path in arguments.files]
     if arguments.html is None:
-        print_answer(
-            {"files": [_as_json(each) for each in files]},
-            lambda _: _show(files),
-            as_json=arguments.json,
-        )
+        shown = [_as_json(each) for each in files] if arguments.json else []
+        print_answer({"files": shown}, lambda _: _show(files), as_json=arguments.json)
         return 0
-    from ._page import ResultFile, benchmark_report
+    from ._page import KINDS, ResultFile, benchmark_report
 
     for each in files:
-        if each["kind"] not in MEASURED:
+        if each["kind"] not in KINDS:
             raise UsageError(f"--html: {each['file']} is a {each['kind']}, which has no page")
     with draft_of(arguments.html, "--html") as out:
         text = benchmark_report(
@@ -142,13 +137,15 @@ def _read(path: str) -> dict[str, Any]:
     if kind == "table":
         try:
             content = Tuned.of(data["table"])
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except INCOMPLETE as error:
             raise UsageError(f"{path}: incomplete: {quote(error)}") from error
     found = {"file": path, "kind": kind, "content": content}
     return {**found, "silent": _silent(path, data)} if kind == "worker" else found
 
 
-def _as_json(file: Mapping[str, Any]) -> dict[str, Any]:
+def _as_json(file: dict[str, Any]) -> dict[str, Any]:
+    with answering(io.StringIO()):
+        _show([file])  # raises an error if it is incomplete
     content = file["content"]
     return {**file, "content": asdict(content) if isinstance(content, Locked | Tuned) else content}
 
@@ -159,7 +156,7 @@ def _silent(path: str, data: Mapping[str, Any]) -> int | None:
         age = _age(data)
         if not all(isinstance(data["report"][key], dict) for key in ("ops", "demotions")):
             raise TypeError("the plan is missing")
-    except (ValueError, KeyError, TypeError) as error:
+    except INCOMPLETE as error:
         raise UsageError(f"{path}: not a worker report: {quote(error)}") from error
     is_over = data.get("state") in ("ended", "failed") or age <= SILENT
     return None if is_over else age
@@ -185,7 +182,7 @@ def _show(files: list[dict[str, Any]]) -> None:
             else:
                 facts = {"coverage": content} if kind == "coverage" else content
                 import_module(f".{SHOWN[kind]}", __package__).show(facts)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except INCOMPLETE as error:
             raise UsageError(f"{each['file']}: incomplete: {quote(error)}") from error
 
 
