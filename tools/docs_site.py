@@ -33,6 +33,7 @@ import sys
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from html.parser import HTMLParser
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -315,7 +316,7 @@ def api_pages() -> dict[str, str]:
     """Page name -> text, for each page of the API reference.
 
     Raises:
-        SiteError: `undocumented` found a name.
+        SiteError: `undocumented` found a name, or a module has no public names.
     """
     import griffe
 
@@ -330,11 +331,13 @@ def api_pages() -> dict[str, str]:
         found = loader.modules_collection[module]
         own: list[tuple[str, Any]] = []
         elsewhere: list[tuple[str, Any]] = []
-        for name in found.exports or ():
+        for name in public_names(found):
             target = found[name].final_target if found[name].is_alias else found[name]
             (elsewhere if target.path in links else own).append((name, target))
             links.setdefault(target.path, f"{module}.md#{module}.{name}")
-        lines = [f"# {module}", "", f"{title}: everything in its `__all__`.", ""]
+        if not own:
+            raise SiteError(f"{module}: no public name was found")
+        lines = [f"# {module}", "", f"{title}: all public names.", ""]
         if elsewhere:
             linked = ", ".join(f"[`{name}`]({links[target.path]})" for name, target in elsewhere)
             lines += [f"Also importable from here, documented there: {linked}.", ""]
@@ -347,8 +350,17 @@ def api_pages() -> dict[str, str]:
     return pages
 
 
+def public_names(module: Any) -> list[str]:
+    """Return the public names of a module: its `__all__`, or its classes if it has no `__all__`."""
+    if module.exports is not None:
+        return list(module.exports)
+    classes = [name for name, each in module.members.items() if each.is_public and each.is_class]
+    return list(getattr(import_module(module.path), "__all__", classes))
+
+
 def undocumented(name: str, target: Any) -> Iterator[str]:
-    """Yield undocumented names: `name`, its public methods, and wrong or missing parameters."""
+    """Yield undocumented names: `name`, its public methods, and wrong or missing parameters. A
+    method may have its docstring in a base class."""
     if not target.has_docstring:
         yield name
         return
@@ -361,7 +373,9 @@ def undocumented(name: str, target: Any) -> Iterator[str]:
             yield from (f"{name}, parameter {each}" for each in sorted(known ^ parameters))
     for member in target.members.values() if target.is_class else ():
         ours = member.is_function or "property" in member.labels
-        if ours and not member.name.startswith("_") and not member.has_docstring:
+        of_bases = [base.members.get(member.name, member) for base in target.mro()]
+        is_documented = any(each.has_docstring for each in (member, *of_bases))
+        if ours and not member.name.startswith("_") and not is_documented:
             yield f"{name}.{member.name}"
 
 

@@ -50,6 +50,7 @@ class VllmFLError(RuntimeError):
 
     @property
     def more(self) -> str:
+        """A sentence with the command that prints the page of the code."""
         return f"Run `vllm-fl explain {self.code}` for causes and fixes."
 
 

@@ -136,6 +136,7 @@ class Contract:
 
     @property
     def name(self) -> str:
+        """The op's name."""
         return self.spec.name
 
 

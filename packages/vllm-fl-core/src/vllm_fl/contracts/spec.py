@@ -155,6 +155,7 @@ class Variant:
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
+        """The names of its parameters, in order."""
         return tuple(self.types)
 
     @cached_property
@@ -300,6 +301,7 @@ class OpSpec:
 
     @property
     def name(self) -> str:
+        """The op's name."""
         return self.oracle.__name__
 
     @cached_property
@@ -309,6 +311,7 @@ class OpSpec:
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
+        """The names of its parameters, in order."""
         return tuple(self.signature.parameters)
 
     def tolerance(self, dtype: torch.dtype, output: Output | None = None) -> Tolerance:
@@ -365,6 +368,7 @@ class OpSpec:
         return frozenset(p for p in declared if p in present and self.consumed_with[p] <= present)
 
     def named(self, arguments: Iterable[Any]) -> dict[str, Any]:
+        """Return the arguments of a call by parameter."""
         return dict(zip(self.parameters, arguments, strict=True))
 
     def unprovided(self, arguments: Iterable[Any]) -> tuple[Any, ...]:

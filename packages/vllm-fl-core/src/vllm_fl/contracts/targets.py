@@ -152,6 +152,7 @@ class LayerTarget(Target):
 
     @property
     def cls(self) -> str:
+        """The name of the class."""
         return self.path.rpartition(".")[2]
 
     @property

@@ -55,6 +55,7 @@ class DeviceProfile:
                 check_path(f"DeviceProfile({name!r})", which, path)
 
     def detection(self) -> Availability:
+        """Call `detect`. Return True, or why the machine has no such device."""
         with noting(f"the detection of the device {self.name}"):
             return answered("its detection", self.detect)
 
