@@ -95,10 +95,10 @@ def test_a_log_line_is_cleaned_for_whoever_handles_it(monkeypatch: pytest.Monkey
     log.addHandler(theirs)
     try:
         log.warning("%s: %s", FORGED, "s3cr3tdb")
-        log.warning("%s", Mute())
+        log.warning("'%s': %s", "vendor.acme", Mute())
     finally:
         log.removeHandler(theirs)
     lines = stream.getvalue().split("\n")
     assert not any(line.startswith("ERROR") for line in lines)
     assert "\x1b" not in stream.getvalue() and "s3cr3tdb" not in stream.getvalue()
-    assert "Mute" in stream.getvalue()
+    assert "(vendor.acme, Mute: SystemExit: no)" in stream.getvalue()

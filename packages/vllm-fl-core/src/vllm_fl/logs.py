@@ -27,8 +27,9 @@ class _Cleaned(logging.Filter):
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # an argument that cannot be printed
-            kinds = ", ".join(type(arg).__name__ for arg in record.args or ())
-            text = f"{record.msg} ({kinds}: {quote(error)})"
+            # A text, such as the id of an implementation, is printed; other types by name.
+            parts = (arg if type(arg) is str else type(arg).__name__ for arg in record.args or ())
+            text = f"{record.msg} ({', '.join(parts)}: {quote(error)})"
         record.msg, record.args = clean(text, INDENTED), ()
         return True
 
