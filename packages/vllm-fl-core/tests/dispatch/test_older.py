@@ -110,8 +110,9 @@ def test_a_sealed_manager_keeps_every_other_as_it_was(fresh_manager: None) -> No
     with pytest.raises(PolicySealedError):
         set_global_policy(SelectionPolicy(prefer="reference"))
     assert one.get_selected_impl_id("silu_and_mul") == "default.flagos"
-    with pytest.raises(TypeError):
-        set_global_policy("reference")  # type: ignore[arg-type]
+    for wrong in ("reference", None):
+        with pytest.raises(TypeError):
+            set_global_policy(wrong)  # type: ignore[arg-type]
     assert get_policy().prefer == "flagos"
 
 

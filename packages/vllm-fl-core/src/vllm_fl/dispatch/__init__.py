@@ -17,16 +17,12 @@ from ..plugins import discovery as _discovery
 from ..plugins import loading as _plugins
 from ..plugins.plugin import Plugin
 from ..plugins.registry import OpRegistry
-from ..plugins.types import (
-    BackendImplKind,
-    BackendPriority,
-    OpImpl,
-)
+from ..plugins.types import BackendImplKind, BackendPriority, OpImpl
 from ..settings.loading import load_startup, policy_from_config
 from ..settings.policy import SelectionPolicy
 from ..settings.schema import RESERVED_NAMES
 from . import manager as _manager
-from .context import chosen, override, policy_context
+from .context import check_policy, chosen, override, policy_context
 from .manager import OpManager, get_default_manager
 from .method import dispatch_method
 
@@ -100,9 +96,11 @@ def set_global_policy(policy: SelectionPolicy) -> SelectionPolicy:
         The previous global policy.
 
     Raises:
+        TypeError: `policy` is not a SelectionPolicy. `reset_global_policy` restores the settings.
         SettingsError: the previous policy cannot be read from the settings.
         PolicySealedError: an engine's layers are bound to a plan.
     """
+    check_policy(policy)
     before = get_default_manager().policy
     _manager.set_shared_policy(policy)
     return before

@@ -22,6 +22,11 @@ class _Global:
 chosen = _Global()
 
 
+def check_policy(policy: object) -> None:
+    if not isinstance(policy, SelectionPolicy):
+        raise TypeError(f"expected a SelectionPolicy, got {policy!r}")
+
+
 class policy_context(ContextDecorator):
     """Resolve with `policy` inside the block, only in this task and thread.
 
@@ -32,8 +37,7 @@ class policy_context(ContextDecorator):
     """
 
     def __init__(self, policy: SelectionPolicy) -> None:
-        if not isinstance(policy, SelectionPolicy):
-            raise TypeError(f"policy_context expects a SelectionPolicy, got {policy!r}")
+        check_policy(policy)
         self.policy = policy
         self._tokens: list[Token[SelectionPolicy | None]] = []
 

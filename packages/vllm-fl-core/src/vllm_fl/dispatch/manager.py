@@ -22,7 +22,7 @@ from ..plugins.types import BackendImplKind, OpImpl
 from ..settings.policy import Rows, SelectionPolicy
 from ..settings.schema import Settings
 from .chain import Chain
-from .context import chosen, override
+from .context import check_policy, chosen, override
 from .guard import call_guard, method_guard, uncontracted
 from .record import Record
 from .resolver import STOCK, Resolver, Trace
@@ -286,9 +286,11 @@ class OpManager:
         policy, or else the global policy, or else the policy of the settings, which are read again.
 
         Raises:
+            TypeError: `policy` has another type.
             PolicySealedError: an engine's layers are bound to a plan.
         """
-        _check_policy(policy)
+        if policy is not None:
+            check_policy(policy)
         with self._lock:
             self._refuse_if_sealed("the policy")
             self._policy = policy or self._given[1]
@@ -357,15 +359,9 @@ def _raising(op: str, error: NoImplementationError) -> OpImpl:
     return OpImpl(op, STOCK.impl_id, BackendImplKind.REFERENCE, nothing)
 
 
-def _check_policy(policy: object) -> None:
-    if not isinstance(policy, SelectionPolicy | None):
-        raise TypeError(f"expected a SelectionPolicy, got {policy!r}")
-
-
 def set_shared_policy(policy: SelectionPolicy | None) -> None:
     """Set the policy of all managers created without a policy; None for the settings' policy.
     Raises PolicySealedError, without a change, if an engine's layers are bound to a plan."""
-    _check_policy(policy)
     following = [manager for manager in _managers if manager._given[1] is None]
     for manager in following:
         manager._refuse_if_sealed("the policy")
