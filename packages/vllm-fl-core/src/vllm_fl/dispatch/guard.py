@@ -106,10 +106,7 @@ def _written(chain: Chain, provided: LayerReaders | None) -> Callable[..., Any]:
 
 
 def _by_size(
-    chain: Chain,
-    guards: Rows[Callable[..., Any]],
-    heads: Mapping[str, str],
-    scope: dict[str, Any],
+    chain: Chain, guards: Rows[Callable[..., Any]], heads: Mapping[str, str], scope: dict[str, Any]
 ) -> Callable[..., Any]:
     given = ", ".join(heads)
     lines = [

@@ -59,12 +59,7 @@ class Patcher:
         return {}
 
     def request(
-        self,
-        vllm_config: VllmConfig,
-        settings: Settings,
-        /,
-        *,
-        compiled: bool,
+        self, vllm_config: VllmConfig, settings: Settings, /, *, compiled: bool
     ) -> Mapping[str, Any]:
         """Return the fields of `EngineFacts` that the patcher reads from a configuration. The
         configuration's `model_config` may be None."""

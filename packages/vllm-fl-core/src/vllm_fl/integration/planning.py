@@ -169,10 +169,7 @@ def _read_settings(platform: str, orders: Mapping[str, object]) -> Settings:
     )
 
 
-def plan_for(
-    facts: EngineFacts,
-    demoted: Mapping[tuple[str, str], str] | None = None,
-) -> Plan:
+def plan_for(facts: EngineFacts, demoted: Mapping[tuple[str, str], str] | None = None) -> Plan:
     """Make the plan of an engine. The user's settings of vLLM have priority. `demoted` has the
     implementations that are disabled or were rejected by a measurement, with the reasons."""
     facts = facts.ordered

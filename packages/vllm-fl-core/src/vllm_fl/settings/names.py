@@ -131,9 +131,7 @@ def uses(settings: Settings) -> Iterator[_Use]:
 
 
 def unmatched_orders(
-    settings: Settings,
-    impls_by_op: Mapping[str, Impls],
-    plugins: Sequence[Plugin] = (),
+    settings: Settings, impls_by_op: Mapping[str, Impls], plugins: Sequence[Plugin] = ()
 ) -> Iterator[tuple[str, str]]:
     """Yield (op, a sentence) for each order of the user with selectors that match no usable
     implementation. A usable one is available and allowed by the vendor filters.

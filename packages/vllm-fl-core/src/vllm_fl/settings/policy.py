@@ -369,12 +369,7 @@ class SelectionPolicy:
         return tuple(n for n, _ in listed.rows(mode) if n is not None) if listed else ()
 
     def order(
-        self,
-        op: str,
-        mode: Mode = "eager",
-        *,
-        engine: bool = False,
-        tokens: int | None = None,
+        self, op: str, mode: Mode = "eager", *, engine: bool = False, tokens: int | None = None
     ) -> tuple[Selector, ...]:
         """Return the selectors for `op`, in order. The default orders of an `engine` differ from
         those of scripts. `tokens` is the number of tokens of the call; None for the row of the

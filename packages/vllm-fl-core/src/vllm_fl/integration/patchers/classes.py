@@ -9,12 +9,7 @@ from typing import Any
 from ...dispatch import get_default_manager
 from ...plugins.answers import answered
 from ...plugins.breadcrumb import noting
-from ...plugins.types import (
-    AttentionImpl,
-    CommunicatorImpl,
-    KernelImpl,
-    LayerImpl,
-)
+from ...plugins.types import AttentionImpl, CommunicatorImpl, KernelImpl, LayerImpl
 from ...text import quote
 from .lookups import import_object
 
