@@ -234,6 +234,7 @@ def test_a_verifier_is_asked_what_it_cannot_measure_and_no_thread_is_started(
 
     mine = one(plugin(True, inspect_plan=nothing, rejections=rejects))
     other = one(plugin(rejections=raising(AssertionError())), "fl-acme", "backend")
+    wrong = one(plugin(True, inspect_plan=nothing, rejections=lambda: {"vendor.acme": None}))
     monkeypatch.setattr(threading.Thread, "start", lambda _: pytest.fail("a thread was started"))
     both, settings = (mine, other), load_settings({}, platform="cpu")
     assert plugin_rejections(both, settings, "silu_and_mul", [IMPL], FREE, SPEC) == {}
@@ -241,6 +242,8 @@ def test_a_verifier_is_asked_what_it_cannot_measure_and_no_thread_is_started(
     rejected = plugin_rejections(both, settings, "silu_and_mul", [IMPL], ASKS, SPEC)
     assert rejected == {"vendor.acme": "VLLM_BATCH_INVARIANT=1, and it is not measured"}
     assert asked == [(ASKS, SPEC)]
+    with pytest.raises(PluginError, match="its rejections hook failed: TypeError: rejections ret"):
+        plugin_rejections([wrong], settings, "silu_and_mul", [IMPL], ASKS, SPEC)
 
 
 def test_without_a_verifier_nothing_is_known_to_be_batch_invariant() -> None:

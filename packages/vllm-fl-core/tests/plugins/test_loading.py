@@ -509,6 +509,13 @@ def test_a_setting_that_makes_sense_is_declared(write: Write, spec: str) -> None
     assert plugin.error is None and plugin.settings[0].variable == "ACME"
 
 
+@pytest.mark.parametrize("spec", ["None, read=lambda _: 3", "'a', read=list", "True, read=str"])
+def test_a_setting_of_another_type_is_one_error(write: Write, spec: str) -> None:
+    plugin, _ = one(write(SPEC.format(spec=f"'acme', 'ACME', {spec}")))
+    with pytest.raises(SettingsError, match="acme: its `read` of "):
+        load_settings({"ACME": "1"}, platform="cpu", plugins=plugin.settings)
+
+
 def test_a_variable_that_it_sets_is_named(
     write: Write, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

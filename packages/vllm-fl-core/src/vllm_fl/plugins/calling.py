@@ -171,7 +171,9 @@ def plugin_rejections(
         if "rejections" in plugin.hooks and (is_set or (asks and plugin.verifies)):
             with in_hook(plugin, "rejections", named=False):
                 for found in results_of(plugin, "rejections", Mapping, **arguments):
-                    rejected |= {str(impl_id): clean(str(why)) for impl_id, why in found.items()}
+                    if not all(isinstance(text, str) for item in found.items() for text in item):
+                        raise TypeError(f"rejections returned {found!r}; expected texts")
+                    rejected |= {impl_id: clean(why) for impl_id, why in found.items()}
     return rejected
 
 

@@ -27,7 +27,8 @@ class SettingSpec(Generic[T]):
         names: the kind of names in a list, for messages (`vendor`). Lists of several platform files
             are joined if the default is `()`, and intersected if it is None.
         choices: the allowed words; empty for any text.
-        read: parses a text instead of the rules above; raises ValueError.
+        read: parses a text instead of the rules above; raises ValueError. It returns a value of the
+            same type, or None unless the default is boolean.
         excludes: for a whitelist (default None), the key of its blacklist. A layer of settings must
             not set both.
         known: for a blacklist, all names that have an effect in an engine. `vllm-fl bisect` tries
@@ -65,6 +66,12 @@ class SettingSpec(Generic[T]):
         }
         if broken := [rule for rule, holds in rules.items() if not holds]:
             raise ValueError(f"SettingSpec({self.key!r}): {broken[0]}")
+
+    def fits(self, value: object) -> bool:
+        """Whether a value has the type of the setting."""
+        if isinstance(self.default, bool):
+            return isinstance(value, bool)
+        return value is None or (_are_words(value) if self.names else isinstance(value, str))
 
     @overload
     def __get__(self, settings: None, owner: type) -> Self: ...

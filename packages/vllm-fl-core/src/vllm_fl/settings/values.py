@@ -96,11 +96,15 @@ def value_of(spec: SettingSpec[Any], text: str) -> object:
     """Parse the text of a setting. Raises ValueError."""
     if spec.read is not None:
         try:
-            return spec.read(text)
+            value = spec.read(text)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a plugin's `read` may raise anything
             raise ValueError(quote(error).removeprefix("ValueError: ")) from error
+        if not spec.fits(value):
+            read, kind = f"its `read` of {spec.read.__module__}", type(value).__name__
+            raise ValueError(f"{read} returned {kind}; the plugin must return {expected(spec)}")
+        return value
     if isinstance(spec.default, bool):
         if text.lower() not in BOOLEANS:
             raise ValueError(f"expected 0 or 1 (also true, false, yes, no, on, off), got {text!r}")
