@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import docs_site
 import pytest
@@ -39,8 +38,3 @@ def test_a_fault_of_a_built_page_is_named(tmp_path: Path, line: str, fault: str)
     page.write_text(line)
     with pytest.raises(docs_site.SiteError, match=fault):
         docs_site.check(tmp_path)
-
-
-def test_the_page_of_a_module_with_a_computed_all_lists_its_names() -> None:
-    module = SimpleNamespace(exports=None, path="vllm_fl", members={})
-    assert "OpImpl" in docs_site.public_names(module)

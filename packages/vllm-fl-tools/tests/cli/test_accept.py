@@ -189,12 +189,6 @@ def test_a_settings_file_is_compared_like_a_table(accept: Any) -> None:
     assert "'op_backends'" in accept()[1].err
 
 
-def test_the_kind_of_the_file_is_read_once(accept: Any, tmp_path: Path) -> None:
-    file = str(tmp_path / "table.yaml")
-    _, result = accept(tokens=f"os.path.exists({file!r}) and os.remove({file!r}) or 0")
-    assert result.status == 0
-
-
 def test_sigterm_ends_the_engines(accept: Any, tmp_path: Path) -> None:
     seen = tmp_path / "engines"
     noted = f"open({str(seen)!r}, 'a').write(f'{{os.getpid()}}\\n') and os.kill(os.getppid(), 15)"
