@@ -88,7 +88,7 @@ def test_its_op_is_listed_explained_and_verified_like_others(
     assert len(installed.ops()[OP]["candidates"]) == 2
     explained = installed.command("explain", OP)
     assert "cap: float" in explained.stdout and "x[..., d:]" in explained.stdout
-    assert "models of others, which have no such layer" in explained.stdout
+    assert "other models, which do not have this layer" in explained.stdout
     assert "no contract" not in explained.stdout
     asked = ("--op", OP, "--device", "cpu", "--json")
     results = json.loads(installed.command("verify", *asked, **wrong).stdout)["results"]

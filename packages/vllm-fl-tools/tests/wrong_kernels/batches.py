@@ -85,13 +85,13 @@ def large_tiles_through_fp16(arguments):
 
 @wrong_arguments(CACHE, "attention uses the values of other tokens in long prompts")
 def values_wrap_at_512(a):
-    """From token 512 on, writes the values of the token 512 positions before."""
+    """From token 512 on, writes the values of the token 512 positions earlier."""
     a["value"] = a["value"][torch.arange(len(a["value"])) % 512]
 
 
 @wrong_arguments(MLA, "positions repeat in long prompts")
 def rotated_part_wraps_at_1024(a):
-    """From token 1024 on, writes the rotated part of the token 1024 positions before."""
+    """From token 1024 on, writes the rotated part of the token 1024 positions earlier."""
     a["k_pe"] = a["k_pe"][torch.arange(len(a["k_pe"])) % 1024]
 
 

@@ -67,8 +67,8 @@ KINDS = MappingProxyType(
         "memory": "in the memory that they write, read, keep or return",
         "numerics": "only for some values, or slightly for all",
         "strides": "only for some layouts, positions or combinations of arguments",
-        "state": "in what they leave changed in the process",
-        "process": "depending on where, when and by which caller they are called",
+        "state": "because they change the state of the process",
+        "process": "depending on the place, time or caller of a call",
         "exceptions": "because they raise an exception instead of returning a result",
         "compiled": "only in inference mode or under a compiler",
         "graph": "only in a captured graph",
@@ -80,8 +80,8 @@ KINDS = MappingProxyType(
         "layouts": "for strided features, or in the layout of the result",
         "updates": "after weights were updated, or memory was allocated",
         "rounding": "in how they round, saturate or approximate",
-        "routing": "in which experts they choose, or with which weights",
-        "published": "in ways that published kernels were",
+        "routing": "in the choice of experts, or of their weights",
+        "published": "in the same ways as published kernels",
     }
 )
 """Kind of fault, and module here -> in what the kernels of that kind are wrong."""
@@ -150,7 +150,7 @@ class Wrong:
         return OpImpl(self.op, f"vendor.{vendor}", BackendImplKind.VENDOR, fn, vendor, **fields)
 
 
-WHY_BEYOND = "the kit's model makes no such call: it has fewer ops and tokens than a served model"
+WHY_BEYOND = "the kit's model has fewer ops and tokens than a served model"
 
 BEYOND_THE_KIT = frozenset(
     (

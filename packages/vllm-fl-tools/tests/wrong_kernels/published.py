@@ -47,7 +47,7 @@ NOT_AT_STARTUP: Mapping[str, tuple[str, str]] = MappingProxyType(
         "blocks_along_y": ("", "samples have fewer elements"),
         "slot_offset_in_32_bits": ("", "samples do not use the last slot"),
         "block_offset_in_32_bits": ("large_pools", "the caches of a startup are small"),
-        "pipeline_for_one_width": ("", "no sample has both such a width and as many rows"),
+        "pipeline_for_one_width": ("", "no sample has both this width and this many rows"),
         "row_stride_in_32_bits": ("", "samples have smaller strides"),
     }
 )

@@ -201,7 +201,7 @@ def inner_results_in_float8(got, x, w13, w2, weights, ids, *rest):
     "no visible difference: such keys do not change answers",
     start=False,
     kit="",
-    why="samples have no numbers as small",
+    why="samples have no numbers this small",
 )
 def small_keys_vanish(a):
     """Writes keys below 1e-30 as 0."""

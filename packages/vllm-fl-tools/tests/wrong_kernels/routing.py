@@ -110,7 +110,7 @@ def four_groups_at_most(a):
     EXPERTS,
     "in long prompts, tokens are computed without their experts",
     kit="",
-    why="in the kit's batches no expert has as many tokens",
+    why="in the kit's batches no expert has this many tokens",
 )
 def capacity_of_an_expert(a):
     """An expert processes at most 96 tokens of a batch."""

@@ -9,7 +9,7 @@ from . import right
 from .corpus import GELU, NORM, ROTARY, SILU, wrong_kernel
 from .faults import wrong_arguments, wrong_result
 
-COMBINED = "each is tried, but not combined; no layer that vllm-fl binds combines them"
+COMBINED = "each is tried separately; no layer that vllm-fl binds combines them"
 
 
 @wrong_kernel(NORM, "in prompts, queries are mixed with keys and values", kit="values")

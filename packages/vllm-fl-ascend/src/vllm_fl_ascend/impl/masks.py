@@ -28,7 +28,7 @@ def sight(causal: bool, window: int | None, device: torch.device) -> dict[str, A
 
     Args:
         causal: whether later keys are hidden.
-        window: maximum number of visible keys, including that of the query; None for all.
+        window: maximum number of visible keys, including the query's own; None for all.
         device: device of the mask.
 
     Raises:

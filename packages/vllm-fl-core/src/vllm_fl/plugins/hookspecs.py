@@ -273,7 +273,7 @@ def doctor(settings: Any) -> Iterable[Finding]:  # type: ignore[empty-body]
         @hookimpl
         def doctor(settings):
             if not os.path.exists("/opt/acme"):
-                yield Finding("acme", "Acme's library is not installed.", "Its kernels are there.",
+                yield Finding("acme", "Acme's library is not installed.", "It has the kernels.",
                               "pip install acme-kernels")
     """
 

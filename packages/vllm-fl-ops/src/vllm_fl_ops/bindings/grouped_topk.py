@@ -84,7 +84,7 @@ BINDING = Binding(
         "and AITER's routing on ROCm",
         "models with a single group, which vLLM routes by `moe_topk`",
         "vLLM's CPU build: compiled models, where routing is part of the graph, and releases "
-        "without a router of its own",
+        "without their own router",
     ),
     when=has_experts,
 )

@@ -72,7 +72,7 @@ BINDING = Binding(
         "scores other than softmax and sigmoid (DeepSeek V4), a model's own routing function, and "
         "AITER's routing on ROCm",
         "vLLM's CPU build: compiled models, where routing is part of the graph, and releases "
-        "without a router of its own",
+        "without their own router",
     ),
     when=has_experts,
     formerly=("fused_topk_bias", "topk_softmax"),

@@ -44,7 +44,7 @@ def concat_and_cache_mla(
             layout: there may be gaps between rows and between blocks.
         slot_mapping: (tokens,), int64, of any layout, below blocks * block_size. A token with a
             negative slot (vLLM's -1, for padding) is not written, and its row may contain any
-            values. If two tokens have the same slot, either may be there afterwards.
+            values. If two tokens have the same slot, either may be in it afterwards.
 
     Returns:
         kv_cache after the writes. An implementation that consumes kv_cache writes into kv_cache and

@@ -169,8 +169,8 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     weight = good["weight"]
     yield "all of integers", {name: value.long() for name, value in good.items()}
     yield "weight is 1-D", {"weight": weight[0]}
-    yield "an odd number of rows, which has no halves", {"weight": weight[:-1]}
-    yield "gate and up in a dimension of their own", {"weight": weight.unflatten(0, (2, -1))}
+    yield "an odd number of rows", {"weight": weight[:-1]}
+    yield "gate and up in a separate dimension", {"weight": weight.unflatten(0, (2, -1))}
 
 
 TOLERANCES = {

@@ -48,7 +48,7 @@ def reshape_and_cache(
             element.
         slot_mapping: (tokens,), int64, of any layout, below blocks * block_size. A token with a
             negative slot (vLLM's -1, for padding) is not written, and its row may contain any
-            values. If two tokens have the same slot, either may be there afterwards.
+            values. If two tokens have the same slot, either may be in it afterwards.
 
     Returns:
         (key_cache, value_cache) after the writes. An implementation that consumes the caches writes

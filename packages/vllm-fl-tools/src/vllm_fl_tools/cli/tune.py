@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--impl",
         action="append",
         metavar="ID",
-        help="measure only these and the default (stock: vLLM's); may be repeated",
+        help="measure only these and the default (stock: vLLM's code); may be repeated",
     )
     parser.add_argument("--device", help="torch's device name; default: cuda or npu, else cpu")
     parser.add_argument(

@@ -98,7 +98,7 @@ class Tuned:
     Args:
         mode: how the engine runs the model.
         dtype: torch's name of the model's dtype.
-        sizes: the model's, on one rank.
+        sizes: of the model, on one rank.
         model: the user's name of the model.
         date: ISO 8601, UTC.
         seconds: duration of the measurement.

@@ -54,7 +54,7 @@ def stands_aside() -> str:
     if (problem := obstacle()) is not None:
         return problem
     if not is_overlay(current_platform):
-        return "vLLM has not loaded vllm-fl (`vllm-fl doctor` tells why)"
+        return "vLLM has not loaded vllm-fl (`vllm-fl doctor` shows why)"
     return ""
 
 

@@ -126,13 +126,13 @@ class Lock:
         each = "".join(f"\n  {line}" for line in lines)
         if not self.locked.warns:
             raise LockError(
-                f"vllm-fl ends the start: this engine differs from the lock {file}. Fix the "
-                f"difference, lock again, or set VLLM_FL_LOCK=warn:{file}{each}",
+                f"vllm-fl: engine startup failed: it differs from the lock file {file}. Fix the "
+                f"difference, recreate the file, or set VLLM_FL_LOCK=warn:{file}{each}",
                 file=file,
                 differences=lines,
             )
         if self.engine.rank == 0:
-            log.warning("This engine differs from the lock %s [%s]%s", file, LockError.code, each)
+            log.warning("Engine differs from the lock file %s [%s]%s", file, LockError.code, each)
 
     def to_json(self) -> dict[str, Any]:
         """Return the contents of a lock file."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FAMILIES = {
     "vllm_fl_plan_info": "Implementation of each op of the plan.",
     "vllm_fl_linear_layers": "Quantised linear layers and experts of the model, by their class.",
-    "vllm_fl_lock_differs": "1 if the engine differs from the lock that its settings name.",
+    "vllm_fl_lock_differs": "1 if the engine differs from the lock file in its settings.",
     "vllm_fl_demoted": "Implementations that were disabled at startup.",
     "vllm_fl_fallbacks_total": "Calls that a later candidate computed.",
     "vllm_fl_refusals_total": "Calls that an implementation does not support.",

@@ -51,8 +51,8 @@ LARGEST_SCALES = 2**20
 """Bytes of the largest tensor that is taken for scales."""
 
 PROBE_STEPS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-20}
-"""Distance of neighbouring numbers relative to their size, by dtype of the result. Of float32 a
-few, because sums are rounded."""
+"""Distance of neighbouring numbers relative to their size, by dtype of the result. For float32 it
+is a few such distances, because sums are rounded."""
 
 LOST_IN_SUMS = 2.0**-14 / 32
 """Relative error for each input feature of an fp8 product: Hopper's tensor cores keep 14 bits of

@@ -12,7 +12,7 @@ class Backend:
 
     @property
     def name(self) -> str:
-        raise NotImplementedError(f"{type(self).__name__} must say its name")
+        raise NotImplementedError(f"{type(self).__name__} must define its name")
 
     @property
     def vendor(self) -> str | None:
