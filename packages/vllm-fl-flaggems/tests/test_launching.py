@@ -142,7 +142,7 @@ def test_products_are_right_on_tiles_of_every_size(
     """On a whole GPU only large weights use all tile sizes."""
     for module in (linear, gated_linear):
         monkeypatch.setattr(module, "PROCESSORS", processors)
-    monkeypatch.setattr(linear, "NARROW", 64 * processors)
+    monkeypatch.setattr(linear, "NARROW", {2: 64 * processors})
     monkeypatch.setattr(linear, "_is_faster", lambda *shape: True)  # not true at this size
     rows, features, dtype = 280, 264, torch.bfloat16
     torch.manual_seed(tokens)
