@@ -123,12 +123,16 @@ def _kernels() -> Any:
     return module
 
 
+CONDITIONS = ("hidden_states.dtype != torch.float32", "activation == 'silu'")
+"""Conditions of both implementations. FlagGems's kernels would use TF32, with 10 bits. The kernels
+for few tokens do not replace them in a model that they do not support."""
+
 OPS = (
     replace(
         implementation(
             of_few_tokens,
-            "hidden_states.dtype != torch.float32",  # as below, to never replace it for all calls
-            "activation == 'silu' and not apply_router_weight_on_input",
+            *CONDITIONS,
+            "not apply_router_weight_on_input",
             "w13_bias is None and w2_bias is None",
             own=True,
         ),
@@ -138,8 +142,7 @@ OPS = (
     ),
     implementation(
         fused_experts,
-        "hidden_states.dtype != torch.float32",  # the kernels would use TF32, with 10 bits
-        "activation == 'silu'",
+        *CONDITIONS,
         # The kernels also multiply the bias by the weight, which belongs only to the input.
         "not apply_router_weight_on_input or w13_bias is None",
     ),
