@@ -34,7 +34,7 @@ from vllm_fl.integration.patchers.linear_kernels import first_in_lists
 from vllm_fl.plugins.inspection import FAILED, Moment
 from vllm_fl_verify import quantised
 from vllm_fl_verify.quantised import MadeLayer
-from vllm_fl_verify.stock.experts import MERGED
+from vllm_fl_verify.stock.experts import MADE_UP
 from vllm_fl_verify.stock.weights import dequantised
 
 __all__ = ["draw", "vllm_process"]
@@ -236,19 +236,27 @@ def test_floating_point_zero_points_of_experts_are_not_read() -> None:
     assert torch.equal(plain, of_experts)
 
 
-@pytest.mark.parametrize("fault", ["", "last token", "routing", "tiny weights", "merged"])
+CHANGES = {
+    "last token": lambda out: out[-1].mul_(1.5),
+    "loud feature": lambda out: out[:, 0].mul_(1.03),  # less than the roundings of activations
+}
+LEFT_OUT = {"routing": "the class also computes the routing", "made up": MADE_UP}
+
+
+@pytest.mark.parametrize("fault", ["", *CHANGES, *LEFT_OUT, "tiny weights"])
 def test_planned_experts_are_compared(
     fault: str, draw: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    acme = plain_experts(lambda out: out[-1].mul_(1.5) if fault == "last token" else None)
+    acme = plain_experts(CHANGES.get(fault, id))
     key = "int8_experts", "vendor.acme"
     engine = engine_of(acme, key, monkeypatch)
     with first_in_lists({key[0]: [acme]}):
         layer = made_experts(draw)
     if fault == "tiny weights":
         layer.w13_weight_scale.data *= 1e-12
-    if fault == "merged":  # one scale for gate and one for up, as of fp8
-        layer.w13_weight_scale.data = -torch.ones(len(layer.w13_weight_scale), 2)
+    if fault == "made up":
+        layer.w2_weight_scale.data *= -1
+    layer.w2_weight_scale.data[:, 0] *= 1000 if fault == "loud feature" else 1
     watch(engine, layer, monkeypatch)
     if fault == "routing":
         monkeypatch.setattr(type(layer.quant_method), "is_monolithic", True)
@@ -258,6 +266,6 @@ def test_planned_experts_are_compared(
         assert found[key].reason.startswith("in 1 of 1 layers, such as ours: the result: ")
         return
     (remark,) = engine.remarks[Moment.LOADED]
-    why = {"routing": "the class also computes the routing", "merged": MERGED}.get(fault)
+    why = LEFT_OUT.get(fault)
     left = f"int8_experts: 1 layers not verified: {why}"
     assert not found and remark == (left if why else "1 quantised layers compared")
