@@ -60,6 +60,15 @@ LAYERS = (
     Batch("sliding window", (), window=64),
     Batch("sliding window and soft cap", (), window=64, soft_cap=5.0),
 )
+DECODED = [
+    Batch(name, sequences, heads, kv_heads=8, head_size=128)
+    for name, sequences, heads in (
+        ("one token", ((1, 1),), 8),
+        ("ends of blocks and tiles", ((1, 16), (1, 17), (1, 64), (1, 65), (1, 66)), 24),
+        ("a long one next to short ones", ((1, 40), (1, 1500), (1, 2)), 32),
+        ("programs share sequences", ((1, 900),) * 5, 8),
+    )
+]
 BLOCK = 16
 TOKENS, REQUESTS, LENGTH = 8192, 64, 1024
 """Limits of the engine; all its kernels must be compiled after the first call."""
@@ -87,6 +96,12 @@ def attention() -> Iterator[Case]:
         )
     for batch in LAYERS:
         yield f"warm: {batch.name}", lambda batch=batch: warm(batch)
+    for batch, dtype in zip(DECODED, itertools.cycle((torch.bfloat16, torch.float16))):
+        yield (
+            f"decode: {batch.name}",
+            lambda batch=batch, dtype=dtype: attend(batch, dtype, in_rows, decoder(batch)),
+        )
+    yield "decode: other steps", other_steps
     # Key and value in one row, like in vLLM's backends.
     packed = torch.zeros(4, 2, BLOCK, 2 * 64).half()
     yield "refused: packed cache", lambda: refuses(packed, "in one piece each")
@@ -144,11 +159,14 @@ def laid_out(batch: Batch, dtype: torch.dtype, blocks: int) -> torch.Tensor:
 
 
 def attend(
-    batch: Batch, dtype: torch.dtype, made: Callable[..., torch.Tensor] = shaped
+    batch: Batch,
+    dtype: torch.dtype,
+    made: Callable[..., torch.Tensor] = shaped,
+    impl: Any = None,
 ) -> tuple[str, str]:
     """Fill the cache in two writes (earlier steps, this step) and compare with fp64."""
     torch.manual_seed(0)
-    impl = layer(batch)
+    impl = impl or layer(batch)
     lengths = [total for _, total in batch.sequences]
     pages = [-(-total // BLOCK) for total in lengths]
     count = sum(pages) + 2
@@ -181,6 +199,64 @@ def attend(
     starts = torch.tensor([0, *(new for new, _ in batch.sequences)]).cumsum(0).int()
     impl.forward(SCALES, q, k, v, cache, metadata(batch, starts, table), out)
     return judge(out, starts, parts, batch)
+
+
+def in_rows(batch: Batch, dtype: torch.dtype, blocks: int) -> torch.Tensor:
+    """The cache as vLLM makes it, with a head's key and value in one row."""
+    shape = blocks, BLOCK, batch.kv_heads, 2 * batch.head_size
+    return torch.empty(shape, dtype=dtype).transpose(1, 2)
+
+
+def decoder(batch: Batch) -> Any:
+    """The backend's layer, which writes the last step itself, in batches padded as for a graph."""
+    from vllm_fl_flaggems.impl.decode_attention import DecodeImpl
+
+    class Decoder(DecodeImpl):  # type: ignore[misc]
+        slots: torch.Tensor | None = None
+
+        def do_kv_cache_update(self, layer: Any, k: Any, v: Any, cache: Any, slots: Any) -> None:
+            self.wanted = cache if self.slots is None else cache.clone()
+            rows = self.wanted.transpose(1, 2).view(-1, batch.kv_heads, 2 * batch.head_size)
+            rows[slots[slots >= 0]] = torch.cat((k, v), -1)[slots >= 0]
+            self.slots = slots
+
+        def forward(
+            self, layer: Any, q: Any, k: Any, v: Any, cache: Any, given: Any, out: Any
+        ) -> None:
+            more = len(q) - given.num_actual_tokens
+            padded = dataclasses.replace(
+                given,
+                num_actual_tokens=len(q),
+                slot_mapping=self.slots,
+                seq_lens=torch.nn.functional.pad(given.seq_lens, (0, more)),
+                block_table=torch.nn.functional.pad(given.block_table, (0, 0, 0, more)),
+            )
+            for _ in range(2):  # the second call needs the counters as the first found them
+                super().forward(layer, q, k, v, cache, padded, out)
+            assert torch.equal(cache.nan_to_num(9e4), self.wanted.nan_to_num(9e4))
+            assert not out[-more:].any()
+            out[-more:] = 3.0
+
+    size = batch.head_size
+    return Decoder(batch.heads, size, size**-0.5, batch.kv_heads, None, None, "auto")
+
+
+def other_steps() -> tuple[str, str]:
+    """Whether vLLM's methods write the cache and then attend, in steps of several tokens."""
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+
+    from vllm_fl_flaggems.impl.decode_attention import DecodeImpl
+
+    calls: list[str] = []
+    FlashAttentionImpl.do_kv_cache_update = lambda *given: calls.append("write")
+    FlashAttentionImpl.forward = lambda *given: calls.append("attend")
+    batch = Batch("two tokens", ((2, 2), (1, 9)), heads=8, kv_heads=8, head_size=128)
+    for change in ({}, {"kv_sharing_target_layer_name": "another"}):
+        impl = DecodeImpl(8, 128, 1.0, 8, None, None, "auto", **change)
+        q, k, v = heads_of(torch.zeros(3, 24 * 128).half(), batch)
+        given = metadata(batch, torch.tensor([0, 2, 3]), torch.zeros(2, 1).int())
+        impl.forward(SCALES, q, k, v, torch.zeros(4, 8, BLOCK, 256).half(), given, q)
+    return ("ok" if calls == ["write", "attend", "attend"] else "wrong"), str(calls)
 
 
 def heads_of(qkv: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, ...]:

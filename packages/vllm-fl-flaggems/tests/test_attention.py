@@ -32,6 +32,6 @@ def test_attention_is_right_and_refuses_what_it_would_get_wrong() -> None:
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [line for line in lines if line["status"] != "ok"] == []
     cases = {line["case"] for line in lines}
-    kinds = {"float16", "bfloat16", "laid out by vLLM", "warm", "refused"}
+    kinds = {"float16", "bfloat16", "laid out by vLLM", "warm", "decode", "refused"}
     assert {case.partition(": ")[0] for case in cases} == kinds
-    assert len(cases) == 32
+    assert len(cases) == 37

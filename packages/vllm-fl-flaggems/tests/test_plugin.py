@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pkgutil
 from functools import partial
 
+import pytest
 from plugin_checks import PluginChecks
 
 from vllm_fl import BackendImplKind
@@ -25,10 +27,10 @@ def test_what_it_orders_on_hopper_is_there_and_has_its_figure() -> None:
     settings = load_settings({}, platform="cuda", platform_files=files)
     assert not check_names(settings, op=known_contracts().contracts).warnings
     orders = settings.by_device
-    brought = {impl.op_name for impl in plugin.register_ops()}
     gated = {"linear_gelu_tanh_and_mul", "linear_silu_and_mul"}
     ordered = {"fused_experts", "linear", "linear_fp8", *gated, "qk_norm_rope", "reshape_and_cache"}
-    assert set(orders) == ordered <= brought
+    assert ordered <= {impl.op_name for impl in plugin.register_ops()}
+    assert set(orders) == {"attention_backend", *ordered}
     assert all(o.measured for each in orders.values() for o in each)
 
     def first(device: str, op: str, tokens: int) -> str:
@@ -45,10 +47,10 @@ def test_what_it_orders_on_hopper_is_there_and_has_its_figure() -> None:
         assert first_there("reshape_and_cache", 2048) == "stock"
         assert first_there("fused_experts", 2) == "impl:flagos.few_tokens"
         assert first_there("fused_experts", 3) == "stock"
+        assert first_there("attention_backend", 1) == "impl:flagos.decode"
 
 
-def test_the_attention_backend_is_where_its_path_says() -> None:
-    (impl,) = plugin.attention_backend()
-    module, _, name = impl.class_path.rpartition(".")
-    assert module == f"{plugin.__name__.rpartition('.')[0]}.impl.attention"
-    assert name == "AttentionFLBackend"
+def test_attention_backends_are_where_their_paths_say() -> None:
+    pytest.importorskip("vllm")
+    for impl in plugin.attention_backend():
+        assert pkgutil.resolve_name(impl.class_path).get_name() == "FLASH_ATTN"

@@ -228,9 +228,11 @@ def test_layers_are_compared_by_the_arguments_of_their_model(runner: Runner) -> 
     impl.logits_soft_cap = 0
     assert compared_attention(made, 0)[0].is_incorrect
     impl.logits_soft_cap, impl.scale = 20.0, 0.125 * 1.05
-    assert compared_attention(made, 0)[0].is_incorrect
+    assert compared_attention(made, 0, few=True)[0].is_incorrect
     impl.scale = 0.125
-    assert not compared_attention(made, 0)[0].is_incorrect
+    of_all, of_few = (compared_attention(made, 0, few=few)[0] for few in (False, True))
+    assert not of_all.is_incorrect and not of_few.is_incorrect
+    assert 5 <= of_few.cases < of_all.cases
 
 
 def test_a_wrong_backend_of_a_plugin_ends_the_startup_on_all_ranks(

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 BACKEND = "FlagGems's attention"
 NHD = "FlagGems's attention supports only NHD"
+DECODE = "the kernel for decoding steps"
+DECODED_SIZE = 128
+"""Features of a head that the kernel for decoding steps supports."""
 PLANES = "FlagGems's attention needs keys and values in one piece each, as in LHBNC"
 
 
@@ -29,6 +32,22 @@ def supports_attention(request: AttentionRequest) -> Availability:
     if request.block_size is not None and request.block_size % 16:
         return f"blocks of {request.block_size} tokens are not a multiple of 16"
     return _missing() or True
+
+
+def supports_decode(request: AttentionRequest) -> Availability:
+    """Return True, or why vLLM's FlashAttention with the kernel for decoding steps cannot run."""
+    if reason := refused(request, DECODE, "has_sliding_window"):
+        return reason
+    if request.head_size != DECODED_SIZE:
+        return f"heads of {request.head_size}: {DECODE} supports {DECODED_SIZE}"
+    import vllm.envs
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+
+    if getattr(vllm.envs, "VLLM_BATCH_INVARIANT", False):
+        return f"{DECODE} is not batch-invariant"
+    if get_flash_attn_version(head_size=request.head_size) is None:
+        return "vLLM's FlashAttention does not support this device"
+    return True
 
 
 def _missing() -> str | None:

@@ -19,7 +19,7 @@ from vllm_fl import (
     hookimpl,
 )
 
-from .attention_request import supports_attention
+from .attention_request import supports_attention, supports_decode
 from .impl import (
     FLAGOS,
     activation,
@@ -68,7 +68,7 @@ def register_ops() -> list[OpImpl]:
 
 @hookimpl
 def attention_backend() -> list[AttentionImpl]:
-    """FlagGems's attention backend for vLLM's v1 engine."""
+    """FlagGems's attention backend for vLLM's v1 engine, and vLLM's with a kernel for decoding."""
     return [
         AttentionImpl(
             FLAGOS[0],
@@ -76,7 +76,15 @@ def attention_backend() -> list[AttentionImpl]:
             FLAGOS[1],
             available=available,
             supports=supports_attention,
-        )
+        ),
+        AttentionImpl(
+            "flagos.decode",
+            "vllm_fl_flaggems.impl.decode_attention.DecodeBackend",
+            FLAGOS[1],
+            available=available,
+            supports=supports_decode,
+            priority=100,
+        ),
     ]
 
 

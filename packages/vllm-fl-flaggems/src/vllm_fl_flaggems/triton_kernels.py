@@ -399,3 +399,147 @@ def experts_outer_kernel(
         products += w2.to(tl.float32) * inner[None, :]
     total = tl.sum(products, axis=1).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * features + row, total, mask=is_row)
+
+
+@triton.jit(do_not_specialize=["count"])
+def decode_attention_kernel(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    cache_ptr,
+    table_ptr,
+    lengths_ptr,
+    slots_ptr,
+    out_ptr,
+    parts_ptr,
+    arrived_ptr,
+    scale,
+    count,
+    query_step,
+    key_step,
+    value_step,
+    out_step,
+    table_step,
+    block_step,
+    head_step,
+    token_step,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COUNT: tl.constexpr,
+    TILE: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Attend to `count` sequences with one new token each, and write its key and value.
+
+    Args:
+        key_ptr, value_ptr: of the new tokens. A cache row has SIZE features of a key, then its
+            value.
+        slots_ptr: the new tokens' places in the cache; not written below 0.
+        lengths_ptr: tokens of the sequences with the new one. The result of a length of 0 is 0.
+        parts_ptr: (heads, PROGRAMS, 2, GROUP * (SIZE + 2)) in float32, for sequences that several
+            programs share: maxima, sums of weights, weighted values.
+        arrived_ptr: (sequences, heads), programs that have written their part; 0 before and after.
+        scale: in powers of two.
+
+    The programs of a key head share the tiles of all its sequences equally, so one long sequence
+    keeps as many of them busy as many short ones. Sequences of up to four tiles are not divided if
+    there are enough programs. The last program of a sequence adds up its parts.
+    """
+    head, program, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    number = tl.arange(0, COUNT)
+    is_sequence = number < count
+    older = tl.maximum(tl.load(lengths_ptr + number, mask=is_sequence, other=0) - 1, 0)
+    tiles = tl.where(is_sequence, tl.maximum(tl.cdiv(older, TILE), 1), 0)
+    ends = tl.cumsum(tiles, 0)
+    all_tiles = tl.sum(tiles, 0)
+    longest = tl.max(tiles, 0)
+    each = tl.maximum(tl.cdiv(all_tiles, PROGRAMS), tl.where(longest <= 4, longest, 2))
+    tile = program * each
+    stop = tl.minimum(tile + each, all_tiles)
+    row, feature, step = tl.arange(0, ROWS), tl.arange(0, SIZE), tl.arange(0, TILE)
+    is_row = row < GROUP
+    heads_at = (head * GROUP + row)[:, None] * SIZE + feature[None, :]
+    own = head * SIZE + feature
+    while tile < stop:
+        sequence = tl.sum((ends <= tile).to(tl.int32), 0)
+        end = tl.sum(tl.where(number == sequence, ends, 0), 0)
+        first = end - tl.sum(tl.where(number == sequence, tiles, 0), 0)
+        length = tl.load(lengths_ptr + sequence)
+        until = tl.minimum(stop, end)
+        is_last = until == end
+        begin = (tile - first) * TILE
+        limit = tl.minimum((until - first) * TILE, tl.maximum(length - 1, 0))
+        pages = table_ptr + sequence * table_step
+        page = tl.load(pages + (begin + step) // BLOCK, mask=begin + step < limit, other=0)
+        page = page.to(tl.int64)
+        q = tl.load(query_ptr + sequence * query_step + heads_at, mask=is_row[:, None], other=0.0)
+        new_key = tl.load(key_ptr + sequence * key_step + own)
+        new_value = tl.load(value_ptr + sequence * value_step + own)
+        slot = tl.load(slots_ptr + sequence)
+        top = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((ROWS,), dtype=tl.float32)
+        values = tl.zeros((ROWS, SIZE), dtype=tl.float32)
+        for start in range(begin, limit, TILE):
+            real = start + step < limit
+            place = page * block_step + head * head_step + (start + step) % BLOCK * token_step
+            at = place[:, None] + feature[None, :]
+            k = tl.load(cache_ptr + at, mask=real[:, None], other=0.0)
+            v = tl.load(cache_ptr + SIZE + at, mask=real[:, None], other=0.0)
+            # For the next tile: its loads would wait for a page number of the same iteration.
+            after = start + TILE + step
+            page = tl.load(pages + after // BLOCK, mask=after < limit, other=0).to(tl.int64)
+            scores = tl.where(real[None, :], tl.dot(q, tl.trans(k)) * scale, float("-inf"))
+            most = tl.maximum(top, tl.max(scores, 1))
+            weights = tl.exp2(scores - most[:, None])
+            fade = tl.exp2(top - most)
+            total = total * fade + tl.sum(weights, 1)
+            values = values * fade[:, None] + tl.dot(weights.to(v.dtype), v)
+            top = most
+        if is_last:
+            score = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale
+            score = tl.where(length > 0, score, float("-inf"))
+            most = tl.where(length > 0, tl.maximum(top, score), 0.0)
+            weight, fade = tl.exp2(score - most), tl.exp2(top - most)
+            total = total * fade + weight
+            new = weight[:, None] * new_value.to(tl.float32)[None, :]
+            values = values * fade[:, None] + new
+            top = most
+            if slot >= 0:
+                place = slot // BLOCK * block_step + head * head_step + slot % BLOCK * token_step
+                tl.store(cache_ptr + place + feature, new_key)
+                tl.store(cache_ptr + place + SIZE + feature, new_value)
+        if (tile == first) & is_last:
+            result = values / tl.where(total > 0, total, 1.0)[:, None]
+            out = out_ptr + sequence * out_step + heads_at
+            tl.store(out, result.to(out_ptr.dtype.element_ty), mask=is_row[:, None])
+        else:
+            # A program has at most two parts: one of its first sequence, and one of its last.
+            all_parts = parts_ptr + head * PROGRAMS * 2 * GROUP * (SIZE + 2)
+            part = all_parts + (program * 2 + (tile == first)) * GROUP * (SIZE + 2)
+            tl.store(part + row, top, mask=is_row)
+            tl.store(part + GROUP + row, total, mask=is_row)
+            of_rows = part + 2 * GROUP + row[:, None] * SIZE + feature[None, :]
+            tl.store(of_rows, values, mask=is_row[:, None])
+            tl.debug_barrier()
+            opener = first // each
+            shares = (end - 1) // each - opener + 1
+            arrived = arrived_ptr + sequence * heads + head
+            if tl.atomic_add(arrived, 1, sem="acq_rel") == shares - 1:
+                other = tl.arange(0, PARTS)
+                here = other < shares
+                part_of = all_parts + ((opener + other) * 2 + (other == 0)) * GROUP * (SIZE + 2)
+                for one in tl.static_range(GROUP):
+                    its = part_of + one
+                    tops = tl.load(its, mask=here, other=float("-inf"), cache_modifier=".cg")
+                    totals = tl.load(its + GROUP, mask=here, other=0.0, cache_modifier=".cg")
+                    its = part_of[:, None] + 2 * GROUP + one * SIZE + feature[None, :]
+                    sums = tl.load(its, mask=here[:, None], other=0.0, cache_modifier=".cg")
+                    share = tl.exp2(tops - tl.max(tops, 0))
+                    result = tl.sum(sums * share[:, None], 0) / tl.sum(totals * share, 0)
+                    out = out_ptr + sequence * out_step + (head * GROUP + one) * SIZE + feature
+                    tl.store(out, result.to(out_ptr.dtype.element_ty))
+                tl.store(arrived, 0)
+        tile = until

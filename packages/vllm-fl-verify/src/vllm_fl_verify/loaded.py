@@ -20,7 +20,7 @@ from vllm_fl.integration.patchers.layers import LayerClass, layer_table
 from vllm_fl.integration.settling import stock_setting
 from vllm_fl.integration.targets import installed_bindings
 from vllm_fl.logs import get_logger
-from vllm_fl.plugins.inspection import REFUSES, REJECTED, Key, Moment, Objection
+from vllm_fl.plugins.inspection import FAILED, REFUSES, REJECTED, Key, Moment, Objection
 from vllm_fl.plugins.types import ATTENTION, AttentionImpl, BackendImplKind, OpImpl
 from vllm_fl.text import quote
 
@@ -166,17 +166,19 @@ def compare_attention(engine: Engine) -> None:
         return
     from .stock.attention import compared_attention, path_of
 
+    checks = checks_of(engine)
     began, no_problem = time.monotonic(), lambda *_: ""
     named = ((class_of(i, ATTENTION, facts.attention, no_problem)[1], i.impl_id) for i in planned)
     ids = {path_of(cls): impl_id for cls, impl_id in named if cls is not None}
     with engine.active(), engine.plan.record.aside(), host_threads(engine.device):
-        rows = compared_attention(engine.runner, checks_of(engine).seed, planned=ids)
+        rows = compared_attention(engine.runner, checks.seed, planned=ids, few=checks.is_kept)
     release(engine.device)
     for rank, each in enumerate(engine.gather("compare attention on the KV cache", rows)):
         for row in (row for row in each if row.is_incorrect):
             impl_id = ids.get(row.backend, planned[0].impl_id)
             failed = f"implementation '{impl_id}' failed for op '{ATTENTION}'"
             why = f"rank {rank}: {failed}: {row.reason}"
+            checks.verdicts.refute({(ATTENTION, impl_id): Objection(FAILED, why)})
             text = f"vllm-fl: engine startup failed: {why}. The layers are built with it. "
             text += f"{stock_setting([(ATTENTION, impl_id)])} selects vLLM's code"
             raise StartError(text, op=ATTENTION, impl=impl_id, failures=(why,))

@@ -58,6 +58,11 @@ class Checks:
         self._verified: dict[str, Role] = {}
         """`Role.name` -> role, of all verifications."""
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether an earlier startup has verified all implementations."""
+        return bool(self._verified) and all(role.kept for role in self._verified.values())
+
     def objections(self, plan: Plan) -> dict[Key, Objection]:
         """Return (op, impl id) -> why it must not run, for candidates that may run a call."""
         verdicts, roles = self.verdicts, self._new_roles(plan)

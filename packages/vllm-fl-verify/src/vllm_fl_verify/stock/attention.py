@@ -65,7 +65,7 @@ class AttentionRow:
 
 
 def compared_attention(
-    runner: Any, seed: int, planned: Container[str] | None = None
+    runner: Any, seed: int, planned: Container[str] | None = None, *, few: bool = False
 ) -> list[AttentionRow]:
     """Compare one attention layer of this rank for each set of equal parameters.
 
@@ -73,6 +73,7 @@ def compared_attention(
         runner: vLLM's model runner, newer or older, with an allocated KV cache and no requests.
         seed: seed of all lengths and numbers.
         planned: the paths of planned backends. If set, other backends of vLLM are skipped.
+        few: compare only the longest sequence and a drawn one.
     """
     config = runner.vllm_config
     layers = config.compilation_config.static_forward_context
@@ -87,7 +88,7 @@ def compared_attention(
             for heads, names in alike.items():
                 why = "" if isinstance(heads, Heads) else heads
                 row = AttentionRow(tuple(names), path, reason=why)
-                rows.append(row if row.reason else _compared(runner, group, row, seed))
+                rows.append(row if row.reason else _compared(runner, group, row, seed, few))
     return rows
 
 
@@ -150,11 +151,11 @@ def _heads(layer: Any, group: Any, config: Any) -> Heads | str:
     return Heads(*sizes, float(scale), window, cap, *dtypes, factors, quantises, sinks)
 
 
-def _compared(runner: Any, group: Any, row: AttentionRow, seed: int) -> AttentionRow:
+def _compared(runner: Any, group: Any, row: AttentionRow, seed: int, few: bool) -> AttentionRow:
     """Compare the first of layers with equal parameters; return the row with its results."""
     name = row.layers[0]
     try:
-        steps = _Steps(runner, group, name, seed)
+        steps = _Steps(runner, group, name, seed, few)
         with steps.restored():
             for share, problem in steps.compared():
                 is_worse = not share <= row.worst
@@ -169,7 +170,7 @@ def _compared(runner: Any, group: Any, row: AttentionRow, seed: int) -> Attentio
 class _Steps:
     """Steps of an engine for one layer: prompts, parts of prompts, and single tokens."""
 
-    def __init__(self, runner: Any, group: Any, name: str, seed: int) -> None:
+    def __init__(self, runner: Any, group: Any, name: str, seed: int, few: bool) -> None:
         config, count = runner.vllm_config, runner.kv_cache_config.num_blocks
         self.config, self.group, self.name = config, group, name
         self.layer = config.compilation_config.static_forward_context[name]
@@ -185,6 +186,10 @@ class _Steps:
         self.cached = count * size // self.kernel_block
         of_null = size // self.block  # vLLM's block 0 is never written
         all_ends = sorted(self._all_ends())
+        all_ends[-1].append(all_ends[-1][-1] + 1)  # a step of one sequence
+        if few:
+            another = torch.randint(len(all_ends) - 1, (1,), generator=self.generator)
+            all_ends = [all_ends[another], all_ends[-1]]
         needed = [-(-ends[-1] // self.block) for ends in all_ends]
         most = min(sum(needed) * 5 // 4 + 1, (count - 1) * of_null)
         self.pool = free = of_null + torch.randperm(most, generator=self.generator)
@@ -206,7 +211,7 @@ class _Steps:
         near = torch.randint(-1, 2, (len(lengths),), generator=self.generator).tolist()
         for length, off in zip(lengths, near, strict=True):
             more = 1 if off else min(block, 64) + 1
-            first = max(1, min(length + off, self.length - more - 2))
+            first = max(1, min(length + off, self.length - more - 3))
             yield [first, first + more, first + more + 1, first + more + 2]
 
     @contextmanager
