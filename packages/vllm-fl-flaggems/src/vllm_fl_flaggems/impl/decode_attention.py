@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.flash_attn import (
 from ..attention_request import DECODED_SIZE
 
 MOST_SEQUENCES = 512
-"""Maximum sequences of a step with this kernel, as vLLM's largest captured graph has by default."""
+"""Maximum sequences of a step with this kernel: vLLM's default for the largest captured graph."""
 
 LEAST_KEY_HEADS, MOST_QUERIES = 8, 4
 """Minimum key heads of a rank, and maximum query heads for each. For other heads FlashAttention 3
@@ -129,7 +129,7 @@ class DecodeImpl(FlashAttentionImpl):  # type: ignore[misc]
         heads, group, size = self.num_kv_heads, self.num_queries_per_kv, self.head_size
         if self._arrived is None:
             self._arrived = query.new_zeros(MOST_SEQUENCES * heads, dtype=torch.int32)
-        programs, count = PROGRAMS // heads, metadata.num_actual_tokens
+        programs, count = max(1, PROGRAMS // heads), metadata.num_actual_tokens
         parts = query.new_empty(heads * programs * 2 * group * (size + 2), dtype=torch.float32)
         decode_attention_kernel[heads, programs](
             query,
