@@ -10,7 +10,7 @@ import torch
 from attention_requests import PLAIN, UNSUPPORTED
 
 from vllm_fl_flaggems import attention_request
-from vllm_fl_flaggems.attention_request import supports_attention
+from vllm_fl_flaggems.attention_request import supports_attention, supports_decode
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +35,28 @@ def test_a_plain_decoder_is_taken() -> None:
 )
 def test_what_it_would_get_wrong_is_refused(change: dict[str, Any], reason: str) -> None:
     assert reason in str(supports_attention(dataclasses.replace(PLAIN, **change)))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        *UNSUPPORTED,
+        ({"head_size": 64}, "heads of 64: "),
+        ({"extras": {"num_kv_heads": 4}}, "4 key heads for 32 heads: vLLM's attention is faster"),
+        ({"extras": {"num_kv_heads": 8}, "num_heads": 40}, "8 key heads for 40 heads"),
+    ],
+)
+def test_decoding_is_left_to_vllm(change: dict[str, Any], reason: str) -> None:
+    assert reason in str(supports_decode(dataclasses.replace(PLAIN, **change)))
+
+
+def test_decoding_needs_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    utils = pytest.importorskip("vllm.v1.attention.backends.fa_utils")
+    for version in (3, None):
+        monkeypatch.setattr(utils, "get_flash_attn_version", lambda version=version, **_: version)
+        assert (supports_decode(PLAIN) is True) == (version == 3)
+    monkeypatch.setattr("vllm.envs.VLLM_BATCH_INVARIANT", True, raising=False)
+    assert "not batch-invariant" in str(supports_decode(PLAIN))
 
 
 def test_where_flaggems_cannot_run_the_reason_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

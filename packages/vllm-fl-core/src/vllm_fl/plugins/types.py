@@ -195,8 +195,9 @@ class AttentionRequest:
             field.
         num_heads: query heads of one rank, or None.
         extras: further fields of newer vLLM releases. Read them with `.get`, because older releases
-            lack them. A request for the whole model has `is_hybrid`, which is True if other layers
-            keep states. vLLM then stores pages of two layouts in one memory.
+            lack them. A request for the whole model has `num_kv_heads` of a rank, and `is_hybrid`,
+            which is True if other layers keep states. vLLM then stores pages of two layouts in one
+            memory.
     """
 
     head_size: int

@@ -17,14 +17,10 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from ..attention_request import DECODED_SIZE
+from ..attention_request import DECODED_SIZE, LEAST_KEY_HEADS, MOST_QUERIES
 
 MOST_SEQUENCES = 512
 """Maximum sequences of a step with this kernel: vLLM's default for the largest captured graph."""
-
-LEAST_KEY_HEADS, MOST_QUERIES = 8, 4
-"""Minimum key heads of a rank, and maximum query heads for each. For other heads FlashAttention 3
-is faster for long sequences."""
 
 TILE, PROGRAMS = 64, 256
 """Tokens of a tile, and programs of all key heads: the fastest on an H200, with 4 warps and 3

@@ -98,7 +98,9 @@ class Attention(Patcher):
         """Return the attention request of the model, or None if the configuration is incomplete.
         Sinks and differences between layers are known only when the layers are built."""
         model, cache = vllm_config.model_config, vllm_config.cache_config
+        parallel, is_hybrid = vllm_config.parallel_config, bool(getattr(model, "is_hybrid", False))
         try:
+            keys = int(model.get_num_kv_heads(parallel))
             request = AttentionRequest(
                 head_size=int(model.get_head_size()),
                 dtype=model.dtype,
@@ -108,8 +110,8 @@ class Attention(Patcher):
                 ),
                 use_mla=bool(model.use_mla),
                 use_sparse=hasattr(model.hf_text_config, "index_topk"),  # DeepSeek V3.2
-                num_heads=int(model.get_num_attention_heads(vllm_config.parallel_config)),
-                extras=MappingProxyType({"is_hybrid": bool(getattr(model, "is_hybrid", False))}),
+                num_heads=int(model.get_num_attention_heads(parallel)),
+                extras=MappingProxyType({"is_hybrid": is_hybrid, "num_kv_heads": keys}),
             )
         except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
             log.debug("cannot determine the model's attention request: %s", error)
