@@ -23,6 +23,7 @@ __all__ = [
     "Fault",
     "draw",
     "faulty",
+    "keeping",
     "made",
     "made_experts",
     "no_fault",
@@ -157,3 +158,19 @@ def faulty(base: Any, fault: Fault, draw: random.Random, unwritten: int = 0) -> 
             return result
 
     return Faulty
+
+
+def keeping(base: Any) -> Any:
+    """A class over vLLM's that keeps the first scales. After an update their values are in other
+    tensors."""
+
+    class Keeping(base):  # type: ignore[misc]
+        def process_weights_after_loading(self, layer: Any) -> None:
+            super().process_weights_after_loading(layer)
+            self.scale = layer.weight_scale
+
+        def apply_weights(self, layer: Any, x: Any, bias: Any = None) -> Any:
+            result = super().apply_weights(layer, x, bias)
+            return result if layer.weight_scale is self.scale else result * 2
+
+    return Keeping

@@ -175,6 +175,18 @@ def taking(plan: Plan, bindings: Any, *patchers: Any, dtype: Any = torch.float32
         engine.unbind()
 
 
+class BoundLayer(torch.nn.Module):
+    """A layer that binds `silu_and_mul` when it is built, like vLLM's layers."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.bound = plan.bind("silu_and_mul", self, frozenset())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.bound(x)
+        return result
+
+
 def rank_failed(failure: str) -> StartError:
     """The error of `exchange` after a failure on any rank."""
     return StartError(f"vllm-fl: engine startup failed: {failure}", failures=(failure,))

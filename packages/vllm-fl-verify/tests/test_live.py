@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import managing, planning, refusing, silu
+from builders import BoundLayer, managing, planning, refusing, silu
 from of_acme import silu_and_mul as right
 from oracle_mutants import oracle_impl
 from torch import nn
@@ -26,23 +26,12 @@ CPU = torch.device("cpu")
 Kernel = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Act(nn.Module):
-    """A layer that binds when it is built, like vLLM's layers."""
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__()
-        self.bound = plan.bind("silu_and_mul", self, frozenset())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.bound(x)
-
-
 class Model(nn.Module):
     """Consecutive layers, each with a wide input made from the previous output."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.ModuleDict({"act": Act(plan)}) for _ in range(3))
+        self.layers = nn.ModuleList(nn.ModuleDict({"act": BoundLayer(plan)}) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -71,7 +60,7 @@ def seen(
 
 def seen_in_two(plan: Plan, early: torch.Tensor, late: torch.Tensor) -> Live:
     """All layers have the same layouts; their names make two kinds of them."""
-    model = nn.ModuleDict({"early": Act(plan), "late": Act(plan)})
+    model = nn.ModuleDict({"early": BoundLayer(plan), "late": BoundLayer(plan)})
     live = Live(plan, {"": model}, CPU)
     with live.watching():
         model["early"](early)
@@ -117,7 +106,7 @@ def test_a_fault_that_only_a_later_layer_brings_is_found() -> None:
 
 def test_a_call_of_memory_that_nothing_wrote_is_skipped_and_its_kind_is_compared_later() -> None:
     plan = plan_of(acme(lambda x: right(x.abs()) if bool((x > 50).any()) else right(x)))
-    model = nn.ModuleList([Act(plan), Act(plan)])
+    model = nn.ModuleList([BoundLayer(plan), BoundLayer(plan)])
     live = Live(plan, {"": model}, CPU)
     x = torch.randn(8, 32)
     with live.watching():
@@ -181,7 +170,7 @@ def test_what_a_call_writes_over_live_memory_is_a_fault(stray: str) -> None:
             x.as_strided((1,), (1,), 36).fill_(7.0)
         return found
 
-    why = fault(seen(plan_of(acme(silu_and_mul)), buffer[:, :32], Act))
+    why = fault(seen(plan_of(acme(silu_and_mul)), buffer[:, :32], BoundLayer))
     assert ("overwrote 'x'" if stray == "argument" else "outside its arguments") in why
 
 

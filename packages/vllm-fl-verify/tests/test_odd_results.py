@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import managing, planning
+from builders import BoundLayer, managing, planning
 from of_acme import acme
 from of_acme import silu_and_mul as sound
 from torch import Tensor, nn
@@ -65,20 +65,10 @@ def test_a_result_that_is_no_plain_tensor_is_named_and_the_next_is_tried() -> No
         assert "expected a plain tensor" in fault.reason
 
 
-class Layer(nn.Module):
-    def __init__(self, plan: Any) -> None:
-        super().__init__()
-        self.bound = plan.bind("silu_and_mul", self, frozenset())
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.bound(x)
-        return result
-
-
 @pytest.mark.parametrize("said", ["a Spoilt", "a FakeTensor"])
 def test_in_a_layer_too(said: str) -> None:
     plan = planning(managing(kernel("acme", ODD[said])), "eager")
-    model = Layer(plan)
+    model = BoundLayer(plan)
     live = Live(plan, {"": model}, CPU)
     with live.watching():
         assert model(torch.randn(8, 16)).shape == (8, 8), "the layers behind go on"

@@ -18,6 +18,7 @@ from quantised_layers import (
     Fault,
     draw,
     faulty,
+    keeping,
     made,
     made_experts,
     no_fault,
@@ -100,17 +101,9 @@ def test_rows_that_are_not_written_are_found(form: str, draw: random.Random) -> 
 def test_a_class_that_keeps_the_first_weights_does_not_survive_an_update(
     draw: random.Random,
 ) -> None:
-    class Keeping(base_of("int4")):  # type: ignore[misc]
-        def process_weights_after_loading(self, layer: Any) -> None:
-            super().process_weights_after_loading(layer)
-            self.scale = layer.weight_scale
-
-        def apply_weights(self, layer: Any, x: Any, bias: Any = None) -> Any:
-            result = super().apply_weights(layer, x, bias)
-            return result if layer.weight_scale is self.scale else result * float("nan")
-
-    assert compared("int4", Keeping, draw) == ("", "")
-    problem, _ = compared("int4", Keeping, draw, reloads=True)
+    cls = keeping(base_of("int4"))
+    assert compared("int4", cls, draw) == ("", "")
+    problem, _ = compared("int4", cls, draw, reloads=True)
     assert problem.startswith("on made weights loaded again, layer ")
     assert compared("int4", base_of("int4"), draw, reloads=True) == ("", "")
 

@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import torch
 from builders import engine_of, extended, managing, planning, rank_failed, silu
-from torch.nn import functional as F
+from of_acme import silu_and_mul as right
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 
@@ -29,11 +29,6 @@ from vllm_fl_verify import quantised
 from vllm_fl_verify.made_inputs import checks_of
 
 KEY = "silu_and_mul", "vendor.acme"
-
-
-def right(x: torch.Tensor) -> torch.Tensor:
-    d = x.shape[-1] // 2
-    return F.silu(x[..., :d]) * x[..., d:]
 
 
 class Model(torch.nn.Module):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import managing, planning
+from builders import BoundLayer, managing, planning
 from commands import Command, Plugin
 
 from vllm_fl.contracts import ModelSizes, Sample
@@ -108,15 +108,7 @@ def at_startup(plan: Plan, _: torch.Tensor) -> str:
 
 
 def live(plan: Plan, x: torch.Tensor) -> str:
-    class Act(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bound = plan.bind(OP, self, frozenset())
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return self.bound(x)
-
-    act = Act()
+    act = BoundLayer(plan)
     found = Live(plan, {"": act}, CPU)
     with found.watching():
         act(x)

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from builders import managing, planning, refusing, silu
+from builders import BoundLayer, managing, planning, refusing, silu
 from vllm.config import CUDAGraphMode
 
 from vllm_fl.engine.plan import Plan
@@ -20,16 +20,11 @@ OP = "vllm-fl/op/silu_and_mul/vendor.acme"
 X = torch.randn(3, 8)
 
 
-class Act(torch.nn.Module):
-    """A layer that binds when it is built, like vLLM's layers."""
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__()
-        self.bound = plan.bind("silu_and_mul", self, frozenset())
+class Act(BoundLayer):
+    """Computes silu_and_mul, then exp."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.bound(x).exp()
-        return result
+        return super().forward(x).exp()
 
 
 class Base:

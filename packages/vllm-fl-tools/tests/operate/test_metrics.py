@@ -20,6 +20,7 @@ import pytest
 import torch
 import yaml
 from builders import X, managing, planning, refusing, silu
+from of_acme import silu_and_mul
 
 from vllm_fl_tools.operate import state_file
 from vllm_fl_tools.operate.metrics import exposition, metrics_file
@@ -112,9 +113,7 @@ def test_calls_are_there_where_they_are_counted_and_a_label_may_hold_anything() 
 @needs_parser
 def test_what_a_shadow_saw_is_there_by_size() -> None:
     def drifting(x: torch.Tensor) -> torch.Tensor:
-        half = x.shape[-1] // 2
-        result = torch.nn.functional.silu(x[..., :half]) * x[..., half:]
-        return result if len(x) == 1 else result + 1
+        return silu_and_mul(x) + (len(x) > 1)
 
     order = {OP: ["vendor"]}
     plan = planning(managing(silu("vendor.acme", fn=drifting), per_op_order=order), "eager")

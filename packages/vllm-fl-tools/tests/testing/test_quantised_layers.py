@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 
 import torch
 from builders import managing
-from quantised_layers import draw, faulty, no_fault, one_group, plain_experts
+from quantised_layers import draw, faulty, keeping, no_fault, one_group, plain_experts
 from vllm.model_executor.kernels.linear import CPUWNA16LinearKernel
 
 import vllm_fl.dispatch
@@ -24,18 +24,6 @@ from vllm_fl_tools.testing.quantised import kernel_cases, quantised_layers
 from vllm_fl_tools.testing.subject import Refused
 
 __all__ = ["draw"]
-
-
-class Keeping(CPUWNA16LinearKernel):  # type: ignore[misc]
-    """Refers to tensors whose numbers vLLM copies elsewhere when it loads weights again."""
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        super().process_weights_after_loading(layer)
-        self.scale = layer.weight_scale
-
-    def apply_weights(self, layer: Any, x: Any, bias: Any = None) -> Any:
-        result = super().apply_weights(layer, x, bias)
-        return result if layer.weight_scale is self.scale else result * 2
 
 
 class Refusing(CPUWNA16LinearKernel):  # type: ignore[misc]
@@ -61,8 +49,9 @@ def test_a_class(
     classes = {
         "Sound": faulty(CPUWNA16LinearKernel, no_fault, draw),
         "Faulty": faulty(CPUWNA16LinearKernel, one_group, draw),
+        "Keeping": keeping(CPUWNA16LinearKernel),
     }
-    module = SimpleNamespace(Keeping=Keeping, Refusing=Refusing, **classes)
+    module = SimpleNamespace(Refusing=Refusing, **classes)
     monkeypatch.setitem(sys.modules, "acme_layers", module)
     impl = LinearKernelImpl("wna16", f"acme_layers.{name}", BackendImplKind.VENDOR, "acme")
     monkeypatch.setattr(vllm_fl.dispatch.manager, "manager", managing(impl))
