@@ -36,24 +36,17 @@ def test_snapshots_are_read_only_and_stand() -> None:
     assert after.owners["silu_and_mul", "default.flagos"] == BETA
 
 
-def test_a_duplicate_names_both_with_versions_and_paths() -> None:
+def test_one_refused_refuses_all_of_the_call_and_a_duplicate_names_both_owners() -> None:
     registry = OpRegistry()
     registry.register_impl(silu("vendor.acme"), ACME)
+    before = registry.snapshot()
     with pytest.raises(PluginError) as caught:
-        registry.register_impl(silu("vendor.acme"), BETA)
+        registry.register_many([silu("default.flagos"), silu("vendor.acme")], BETA)
     error = caught.value
     assert (error.op, error.impl, error.plugin) == ("silu_and_mul", "vendor.acme", "beta")
     assert error.distribution == "vllm-fl-beta 2.0"
     for fact in ("vllm-fl-acme 1.0", "/site/acme", "vllm-fl-beta 2.0", "/site/beta"):
         assert fact in str(error)
-
-
-def test_one_refused_refuses_all_of_the_call() -> None:
-    registry = OpRegistry()
-    registry.register_impl(silu("vendor.acme"), ACME)
-    before = registry.snapshot()
-    with pytest.raises(PluginError):
-        registry.register_many([silu("default.flagos"), silu("vendor.acme")], BETA)
     with pytest.raises(PluginError):
         registry.register_many([silu("default.flagos"), silu("default.flagos")], BETA)
     with pytest.raises(PluginError, match="expected OpImpl"):

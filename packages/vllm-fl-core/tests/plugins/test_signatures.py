@@ -9,28 +9,13 @@ from typing import Any
 import pytest
 import torch
 from builders import managing
-from older_forms import LACKS, by_name, held, newer, of, of_first, rms_norm, rotary_embedding
+from older_forms import LACKS, by_name, held, newer, of, of_first, rms_norm
 from sample_ops import sample_contracts
 
 from vllm_fl.contracts import OpSpec
 from vllm_fl.engine.plan import Plan, PlanEntry
 from vllm_fl.errors import AllFailedError, PluginError
 from vllm_fl.plugins.registry import known_contracts
-
-
-def test_the_seeds_signatures_serve_a_script() -> None:
-    manager = managing(of("rms_norm", rms_norm), of("rotary_embedding", rotary_embedding))
-    x, weight = torch.randn(3, 8), torch.ones(8)
-    normed = manager.resolve("rms_norm")(x, None, weight, 1e-6)
-    torch.testing.assert_close(normed, torch.nn.functional.rms_norm(x, (8,), weight, 1e-6))
-    _, y = manager.call("rms_norm", x, x, weight, 1e-6, variance_size=None)
-    torch.testing.assert_close(y, x + x)
-    query, cos = torch.randn(3, 2, 8), torch.ones(4, 4)
-    rotated, none = manager.resolve("rotary_embedding")(
-        query, None, cos, torch.zeros(4, 4), torch.tensor([0, 1, 2])
-    )
-    torch.testing.assert_close(rotated, query)
-    assert none is None
 
 
 def whole(x: Any, residual: Any, weight: Any, epsilon: float, variance_size: Any = None) -> Any:

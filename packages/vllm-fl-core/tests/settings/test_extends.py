@@ -140,25 +140,6 @@ def test_the_ops_of_this_project_have_the_documented_groups() -> None:
     assert {spec.group for spec in known_contracts().contracts.values()} == {"", *groups.split()}
 
 
-@pytest.mark.parametrize(
-    ("text", "key", "line"),
-    [
-        ("extends: vendor\n", "extends", 1),
-        ("extends: [platform]\n", "extends", 1),
-        ("extends:\n", "extends", 1),
-        ("op_backends:\n  group:a b: [stock]\n", "op_backends.group:a b", 2),
-        ("op_backends:\n  group:norms: [stok]\n", "op_backends.group:norms", 2),
-        ("op_backends:\n  default: {<=8: stock, rest: vendor}\n", "op_backends.default", 2),
-    ],
-)
-def test_a_wrong_line_is_named(load: Any, text: str, key: str, line: int) -> None:
-    with pytest.raises(SettingsError) as caught:
-        load(text)
-    assert caught.value.key == key
-    assert caught.value.origin.endswith(f"own.yaml:{line}")
-    assert "\n" not in caught.value.message
-
-
 @pytest.mark.parametrize("text", ["extends: platform", "op_backends: {default: [vendor]}"])
 def test_a_plugins_file_neither_extends_nor_orders_other_peoples_ops(
     write: Write, text: str

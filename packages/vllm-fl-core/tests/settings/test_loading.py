@@ -48,6 +48,7 @@ def refused(env: dict[str, str], *files: tuple[str, str], key: str, origin: str)
         load_settings(env, platform="cuda", platform_files=files)
     assert (caught.value.key, caught.value.origin) == (key, origin)
     assert str(caught.value).startswith(f"{origin}: {key}: ")
+    assert "\n" not in caught.value.message
     return str(caught.value)
 
 
@@ -396,6 +397,12 @@ def test_startup_reads_no_file_and_only_its_own() -> None:
         ("op_backends:\n  m:\n    <=8: stock\n    <=8: flagos", 4, "config", "line 3"),
         ("op_backends:\n  m:\n    eager:\n      <=0: stock", 2, "op_backends.m", "at least 1"),
         ("op_backends:\n  m: {}", 2, "op_backends.m", "got none"),
+        ("op_backends:\n  group:a b: [stock]", 2, "op_backends.group:a b", "not a valid op name"),
+        ("op_backends:\n  group:g: [stok]", 2, "op_backends.group:g", "Did you mean 'stock'?"),
+        ("op_backends: {default: {<=8: stock, rest: vendor}}", 1, "op_backends.default", "on size"),
+        ("extends: vendor", 1, "extends", "expected platform, got the text 'vendor'"),
+        ("extends: [platform]", 1, "extends", "got a list"),
+        ("extends:", 1, "extends", "got nothing"),
         ("op_backends:\n  m: {8: stock, rest: stock}", 2, "config", "expected text"),
         ("preflight: run", 1, "preflight", "the variable VLLM_FL_PREFLIGHT"),
         ("VLLM_FL_PREFER: vendor", 1, "VLLM_FL_PREFER", "In a file, use prefer."),

@@ -112,8 +112,9 @@ def test_a_sound_installation(fl: Command, plugin: Plugin) -> None:
 def test_its_text_has_findings_with_codes_and_plugins(fl: Command, plugin: Plugin) -> None:
     name = plugin("raise OSError('libacme.so.3 is missing')")
     wrong = {"VLLM_FL_PREFER": "vendr", "VLLM_PLUGINS": "acme"}
-    findings = fl("doctor", "--json", **wrong).json()["findings"]
-    codes = {finding["check"]: finding["code"] for finding in findings}
+    answer = fl("doctor", "--json", **wrong).json()
+    assert name in [row["name"] for row in answer["plugins"]]
+    codes = {finding["check"]: finding["code"] for finding in answer["findings"]}
     # A wrong setting has its error's code, not the check's code.
     assert codes | {"plugins": "FL214", "settings": "FL102", "vllm-plugins": "FL511"} == codes
     done = fl("doctor", **wrong)
@@ -259,13 +260,6 @@ VLLM_FL_ALLOW_VENDORS=acme VLLM_FL_DENY_VENDORS=acme | VLLM_FL_ALLOW_VENDORS=acm
 
 
 class TestSettings:
-    def test_a_wrong_one_does_not_end_the_other_checks(self, fl: Command, plugin: Plugin) -> None:
-        plugin(FOUR)
-        done = fl("doctor", "--json", VLLM_FL_PREFER="cuda", VLLM_PLUGINS="x")
-        (finding,) = found(done, "settings")
-        assert "VLLM_FL_PREFER" in finding["what"]
-        assert found(done, "vllm-plugins") and done.json()["plugins"]
-
     def test_a_wrong_one_does_not_lift_the_allow_list(
         self, fl: Command, distribution: Distribution, tmp_path: Path
     ) -> None:

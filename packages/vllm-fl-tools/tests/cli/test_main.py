@@ -102,13 +102,6 @@ def test_an_error_of_a_setting_that_vllm_passes_on_keeps_its_code(
         arguments_of("DIR", ())
 
 
-def test_a_settings_file_that_does_not_exist(fl: Command) -> None:
-    for variable in ("VLLM_FL_CONFIG", "VLLM_FL_OP_CONFIG"):
-        done = fl("settings", **{variable: "/not/there.yaml"})
-        assert done.status == 2
-        assert "'/not/there.yaml' does not exist" in done.err
-
-
 def test_an_error_ends_with_its_code_and_the_command_that_explains_it(fl: Command) -> None:
     done = fl("plan", VLLM_FL_PREFER="hf_0123456789", HF_TOKEN="hf_0123456789")
     message, more = done.err.splitlines()

@@ -35,14 +35,6 @@ def test_what_a_plugin_does_is_named_while_it_runs(
     assert progress_printed.is_set()
 
 
-def test_a_verb_that_waits_for_a_child_reports_it(
-    fl: Command, plugin: Plugin, progress_printed: threading.Event
-) -> None:
-    plugin()
-    done = fl("doctor", "--json")
-    assert done.json()["plugins"] and lines(done.err, "doctor")
-
-
 def test_what_a_verb_does_is_reported_until_it_is_done(
     progress_printed: threading.Event,
     capsys: pytest.CaptureFixture[str],

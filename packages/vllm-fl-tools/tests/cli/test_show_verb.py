@@ -94,14 +94,11 @@ def test_what_is_no_report_is_an_error_of_usage(
     assert not done.out
 
 
-def test_an_infinite_number(fl: Command, tmp_path: Path) -> None:
-    assert fl("show", left(tmp_path, rank=float("inf")), "--json").status == 2
-
-
-def test_a_file_that_is_not_there_or_of_another_release(fl: Command, tmp_path: Path) -> None:
+def test_what_cannot_be_shown_is_an_error_of_usage_too(fl: Command, tmp_path: Path) -> None:
     assert fl("show", str(tmp_path / "missing.json")).status == 2
     assert fl("show", str(tmp_path)).status == 2
     assert "schema 2" in fl("show", left(tmp_path, schema=2)).err
+    assert fl("show", left(tmp_path, rank=float("inf")), "--json").status == 2
 
 
 def test_the_answers_of_verbs(fl: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
