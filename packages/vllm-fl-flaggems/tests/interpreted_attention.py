@@ -63,8 +63,8 @@ LAYERS = (
 DECODED = [
     Batch(name, sequences, heads, kv_heads=8, head_size=128)
     for name, sequences, heads in (
-        ("one token", ((1, 1),), 8),
-        ("ends of blocks and tiles", ((1, 16), (1, 17), (1, 64), (1, 65), (1, 66)), 24),
+        ("one sequence", ((1, 700),), 8),
+        ("ends of blocks and tiles", ((1, 1), (1, 16), (1, 17), (1, 64), (1, 65), (1, 66)), 24),
         ("a long one next to short ones", ((1, 40), (1, 1500), (1, 2)), 32),
         ("programs share sequences", ((1, 900),) * 5, 8),
     )
@@ -101,6 +101,7 @@ def attention() -> Iterator[Case]:
             f"decode: {batch.name}",
             lambda batch=batch, dtype=dtype: attend(batch, dtype, in_rows, decoder(batch)),
         )
+    yield "decode: a block that another sequence completes", completed_block
     yield "decode: other steps", other_steps
     # Key and value in one row, like in vLLM's backends.
     packed = torch.zeros(4, 2, BLOCK, 2 * 64).half()
@@ -116,16 +117,8 @@ def attention() -> Iterator[Case]:
 def layer(batch: Batch) -> Any:
     from vllm_fl_flaggems.impl.attention import AttentionFLImpl
 
-    return AttentionFLImpl(
-        batch.heads,
-        batch.head_size,
-        batch.head_size**-0.5,
-        batch.kv_heads,
-        None,
-        batch.window,
-        "auto",
-        batch.soft_cap or None,
-    )
+    sizes = batch.heads, batch.head_size, batch.head_size**-0.5, batch.kv_heads
+    return AttentionFLImpl(*sizes, None, batch.window, "auto", batch.soft_cap or None)
 
 
 SCALES = SimpleNamespace(_k_scale=torch.ones(()), _v_scale=torch.ones(()))
@@ -212,33 +205,45 @@ def decoder(batch: Batch) -> Any:
     from vllm_fl_flaggems.impl.decode_attention import DecodeImpl
 
     class Decoder(DecodeImpl):  # type: ignore[misc]
-        slots: torch.Tensor | None = None
-
         def do_kv_cache_update(self, layer: Any, k: Any, v: Any, cache: Any, slots: Any) -> None:
-            self.wanted = cache if self.slots is None else cache.clone()
-            rows = self.wanted.transpose(1, 2).view(-1, batch.kv_heads, 2 * batch.head_size)
-            rows[slots[slots >= 0]] = torch.cat((k, v), -1)[slots >= 0]
+            self.rows = cache.transpose(1, 2).view(-1, batch.kv_heads, 2 * batch.head_size)
+            self.rows[slots[slots >= 0]] = torch.cat((k, v), -1)[slots >= 0]
             self.slots = slots
 
-        def forward(
-            self, layer: Any, q: Any, k: Any, v: Any, cache: Any, given: Any, out: Any
-        ) -> None:
-            more = len(q) - given.num_actual_tokens
+        def forward(self, *args: Any) -> None:
+            *_, cache, given, out = args
+            last, more = given.num_actual_tokens, len(self.slots) - given.num_actual_tokens
             padded = dataclasses.replace(
                 given,
-                num_actual_tokens=len(q),
+                num_actual_tokens=last + more,
                 slot_mapping=self.slots,
                 seq_lens=torch.nn.functional.pad(given.seq_lens, (0, more)),
                 block_table=torch.nn.functional.pad(given.block_table, (0, 0, 0, more)),
             )
+            wanted = cache.clone()
             for _ in range(2):  # the second call needs the counters as the first found them
-                super().forward(layer, q, k, v, cache, padded, out)
-            assert torch.equal(cache.nan_to_num(9e4), self.wanted.nan_to_num(9e4))
-            assert not out[-more:].any()
-            out[-more:] = 3.0
+                self.rows[self.slots[:last]] = float("nan")
+                super().forward(*args[:-2], padded, out)
+            assert torch.equal(cache.nan_to_num(9e4), wanted.nan_to_num(9e4))
+            assert not out[last:].any()
+            out[last:] = 3.0
 
     size = batch.head_size
     return Decoder(batch.heads, size, size**-0.5, batch.kv_heads, None, None, "auto")
+
+
+def completed_block() -> tuple[str, str]:
+    """Compare a sequence with a prefix that another sequence completes in the same step."""
+    batch = Batch("", ((1, 65), (1, 64)), heads=8, kv_heads=8, head_size=128)
+    impl, cache = decoder(batch), in_rows(batch, torch.float16, 6).fill_(float("nan"))
+    q, k, v = heads_of(torch.randn(65, 24 * 128).half(), batch)
+    slots, new = torch.arange(65) + BLOCK, torch.tensor([64, 63])
+    for tokens in (torch.arange(63), new):
+        impl.do_kv_cache_update(SCALES, k[tokens], v[tokens], cache, slots[tokens])
+    given = metadata(batch, torch.arange(3), torch.tensor([[1, 2, 3, 4, 5], [1, 2, 3, 4, 0]]).int())
+    impl.forward(SCALES, q[new], k[new], v[new], cache, given, out := torch.empty(2, 8, 128).half())
+    parts = {"q": [q[64:], q[63:64]], "k": [k, k[:64]], "v": [v, v[:64]]}
+    return judge(out, torch.arange(3), parts, batch)
 
 
 def other_steps() -> tuple[str, str]:

@@ -34,4 +34,4 @@ def test_attention_is_right_and_refuses_what_it_would_get_wrong() -> None:
     cases = {line["case"] for line in lines}
     kinds = {"float16", "bfloat16", "laid out by vLLM", "warm", "decode", "refused"}
     assert {case.partition(": ")[0] for case in cases} == kinds
-    assert len(cases) == 37
+    assert len(cases) == 38

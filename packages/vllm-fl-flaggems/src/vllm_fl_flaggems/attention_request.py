@@ -39,7 +39,7 @@ def supports_attention(request: AttentionRequest) -> Availability:
 
 def supports_decode(request: AttentionRequest) -> Availability:
     """Return True, or why vLLM's FlashAttention with the kernel for decoding steps cannot run."""
-    if reason := refused(request, DECODE, "has_sliding_window"):
+    if reason := refused(request, DECODE, "has_sliding_window", "use_kv_connector", "use_dcp"):
         return reason
     if request.head_size != DECODED_SIZE:
         return f"heads of {request.head_size}: {DECODE} supports {DECODED_SIZE}"

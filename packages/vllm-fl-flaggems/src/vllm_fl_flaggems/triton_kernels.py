@@ -462,7 +462,7 @@ def decode_attention_kernel(
     row, feature, step = tl.arange(0, ROWS), tl.arange(0, SIZE), tl.arange(0, TILE)
     is_row = row < GROUP
     heads_at = (head * GROUP + row)[:, None] * SIZE + feature[None, :]
-    own = head * SIZE + feature
+    own, head_at = head * SIZE + feature, head.to(tl.int64) * head_step
     while tile < stop:
         sequence = tl.sum((ends <= tile).to(tl.int32), 0)
         end = tl.sum(tl.where(number == sequence, ends, 0), 0)
@@ -479,12 +479,25 @@ def decode_attention_kernel(
         new_key = tl.load(key_ptr + sequence * key_step + own)
         new_value = tl.load(value_ptr + sequence * value_step + own)
         slot = tl.load(slots_ptr + sequence)
+        block = (length - 1) // BLOCK
+        if (COUNT > 1) & is_last & (block > 0) & (length - 1 == block * BLOCK):
+            # With its prefix cache vLLM may give a sequence a block that another sequence of this
+            # step completes. Its program may not have written the last token yet.
+            last = tl.load(pages + block - 1).to(tl.int64) * BLOCK + BLOCK - 1
+            slots = tl.load(slots_ptr + number, mask=is_sequence, other=-1)
+            other = tl.sum(tl.where(slots == last, number + 1, 0), 0) - 1
+            if other >= 0:
+                place = last // BLOCK * block_step + head_at + (BLOCK - 1) * token_step
+                tl.store(cache_ptr + place + feature, tl.load(key_ptr + other * key_step + own))
+                theirs = tl.load(value_ptr + other * value_step + own)
+                tl.store(cache_ptr + place + SIZE + feature, theirs)
+                tl.debug_barrier()
         top = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
         total = tl.zeros((ROWS,), dtype=tl.float32)
         values = tl.zeros((ROWS, SIZE), dtype=tl.float32)
         for start in range(begin, limit, TILE):
             real = start + step < limit
-            place = page * block_step + head * head_step + (start + step) % BLOCK * token_step
+            place = page * block_step + head_at + (start + step) % BLOCK * token_step
             at = place[:, None] + feature[None, :]
             k = tl.load(cache_ptr + at, mask=real[:, None], other=0.0)
             v = tl.load(cache_ptr + SIZE + at, mask=real[:, None], other=0.0)
@@ -504,11 +517,11 @@ def decode_attention_kernel(
             most = tl.where(length > 0, tl.maximum(top, score), 0.0)
             weight, fade = tl.exp2(score - most), tl.exp2(top - most)
             total = total * fade + weight
-            new = weight[:, None] * new_value.to(tl.float32)[None, :]
-            values = values * fade[:, None] + new
+            new_value = tl.where(length > 0, new_value, 0.0)  # in padding it may be NaN
+            values = values * fade[:, None] + weight[:, None] * new_value.to(tl.float32)[None, :]
             top = most
             if slot >= 0:
-                place = slot // BLOCK * block_step + head * head_step + slot % BLOCK * token_step
+                place = slot // BLOCK * block_step + head_at + slot % BLOCK * token_step
                 tl.store(cache_ptr + place + feature, new_key)
                 tl.store(cache_ptr + place + SIZE + feature, new_value)
         if (tile == first) & is_last:

@@ -90,10 +90,10 @@ class DecodeImpl(FlashAttentionImpl):  # type: ignore[misc]
             output_scale, output_block_scale: None.
         """
         scales = output_scale, output_block_scale
-        tensors = query, key, value, output
+        step = query, key, value, output, kv_cache, attn_metadata
         if attn_metadata is not None and key is not None:
-            if scales == (None, None) and self._can_decode(*tensors, kv_cache, attn_metadata):
-                self._decode(*tensors, kv_cache, attn_metadata)
+            if scales == (None, None) and self._can_decode(*step):
+                self._decode(*step)
                 return output
             if self.kv_sharing_target_layer_name is None:
                 slots = attn_metadata.slot_mapping
