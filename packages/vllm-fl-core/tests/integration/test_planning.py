@@ -169,15 +169,11 @@ def test_a_setting_leaves_vllms_compile_key_alone(
     assert factors() == unset
 
 
-def test_an_object_of_the_users_own_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
+def test_an_object_that_cannot_carry_the_digest_is_refused() -> None:
     config = engine_config()
     config.additional_config = object()
-    note_user_priority(config)
-    facts = facts_of(config)
-    assert facts.settings.policy.prefer == "vendor" and facts.ir_priority == {}
-    apply(plan_for(facts), config)
-    assert config.compilation_config.custom_ops == ["+silu_and_mul"]
+    with pytest.raises(SettingsError, match="got an object of class object"):
+        note_user_priority(config)
 
 
 def reason(entry: Carried | None = None, **fields: Any) -> tuple[str, str]:

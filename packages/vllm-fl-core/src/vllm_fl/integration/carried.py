@@ -50,8 +50,6 @@ def seal(vllm_config: VllmConfig, digest: str) -> Callable[[], None]:
     the settings, so a setting that does not change the plan causes no cache miss. Returns a
     function that restores the previous entry, for a startup that must plan again."""
     extra = vllm_config.additional_config
-    if not isinstance(extra, dict):
-        return lambda: None
     before = extra.get(KEY)
     extra[KEY] = Carried(plan=digest)
     if enabled := (before or {}).get("enabled"):
@@ -76,12 +74,14 @@ def digest_of(vllm_config: VllmConfig) -> str:
 
 
 def carried_entry(vllm_config: VllmConfig) -> Carried:
-    """Return vllm-fl's entry in the configuration. Create it if it is missing. If the user set
-    `additional_config` to an object that is not a dict, changes to the entry are lost. Raises
-    SettingsError if the user has set an invalid entry."""
+    """Return vllm-fl's entry in the configuration. Create it if it is missing. Raises SettingsError
+    if the user has set an invalid entry, or `additional_config` to an object that is not a dict:
+    without the digest, vLLM would use compiled code of another plan."""
     extra = vllm_config.additional_config
     if not isinstance(extra, dict):
-        return Carried()
+        kind = type(extra).__name__
+        text = f"expected a dict, because vllm-fl adds an entry, got an object of class {kind}"
+        raise SettingsError(f"additional_config: {text}", key=KEY, origin="additional_config")
     entry = extra.setdefault(KEY, Carried())
     if isinstance(entry, Carried):
         return entry

@@ -206,7 +206,7 @@ def plan_now() -> Plan | None:
 
     vllm_config = get_current_vllm_config()
     extra = vllm_config.additional_config
-    if isinstance(extra, dict) and KEY not in extra:
+    if not isinstance(extra, dict) or KEY not in extra:
         return None
     return plan_for(facts_of(vllm_config))
 
