@@ -191,14 +191,14 @@ class _Steps:
             another = torch.randint(len(all_ends) - 1, (1,), generator=self.generator)
             all_ends = [all_ends[another], all_ends[-1]]
         needed = [-(-ends[-1] // self.block) for ends in all_ends]
-        most = min(sum(needed) * 5 // 4 + 1, (count - 1) * of_null)
+        most = min(sum(needed) * 5 // 4 + 3, (count - 1) * of_null)
         self.pool = free = of_null + torch.randperm(most, generator=self.generator)
         self.sequences: list[Made] = []
         for ends, blocks in zip(all_ends, needed, strict=True):
             if blocks < len(free):  # a small cache has no room for the longest
                 self.sequences.append(Made(heads, free[:blocks], ends, self.generator))
                 free = free[blocks:]
-        self.decoy = free[-1]
+        self.decoy, self.spare = free[-1], free[:-1][:2]
 
     def _all_ends(self) -> Iterator[list[int]]:
         """Yield the ends of each sequence's steps: a prompt, some tokens, and two single tokens.
@@ -243,6 +243,21 @@ class _Steps:
             self._step(chosen)
         for chosen in self._scheduled(self.sequences):
             yield from self._step(chosen)
+        most = min(self.length - 2, self.config.scheduler_config.max_num_batched_tokens)
+        if len(self.spare) == 2 and 1 < self.block <= most:
+            yield from self._completed()
+
+    def _completed(self) -> Iterator[Deviation]:
+        """Run a step of two sequences: one completes a block, and the other reads it. vLLM's prefix
+        cache has a block as soon as a scheduled step fills it."""
+        size, last = self.block, self.block - 1
+        writer = Made(self.heads, self.spare[:1], [last, size], self.generator, until=last)
+        yield from self._step([writer])
+        reader = Made(self.heads, self.spare, [size + 1], self.generator, done=size)
+        for name in ("key", "value", "keys", "values"):
+            getattr(reader, name)[:size] = getattr(writer, name)
+        writer.until, reader.until = size, size + 1
+        yield from self._step([reader, writer])
 
     def _scheduled(self, sequences: Sequence[Made]) -> Iterator[list[Made]]:
         """Yield the sequences of each step, in vLLM's order, with the ends of their parts."""
