@@ -97,10 +97,7 @@ def attention() -> Iterator[Case]:
     for batch in LAYERS:
         yield f"warm: {batch.name}", lambda batch=batch: warm(batch)
     for batch, dtype in zip(DECODED, itertools.cycle((torch.bfloat16, torch.float16))):
-        yield (
-            f"decode: {batch.name}",
-            lambda batch=batch, dtype=dtype: attend(batch, dtype, in_rows, decoder(batch)),
-        )
+        yield f"decode: {batch.name}", lambda b=batch, d=dtype: attend(b, d, in_rows, decoder(b))
     yield "decode: a block that another sequence completes", completed_block
     yield "decode: other steps", other_steps
     # Key and value in one row, like in vLLM's backends.

@@ -227,7 +227,7 @@ def test_a_planted_fault_is_found_from_its_tolerance_on(runner: Runner, fault: s
     assert not found(0.5 / whole.worst).is_incorrect
 
 
-def test_layers_are_compared_by_the_arguments_of_their_model(runner: Runner) -> None:
+def test_layers_are_compared_by_arguments(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     with recording():
         made = runner({"logits_soft_cap": 20.0})
     impl = layers_of(made)[0].impl
@@ -238,6 +238,8 @@ def test_layers_are_compared_by_the_arguments_of_their_model(runner: Runner) -> 
     impl.scale = 0.125
     of_all, of_few = (compared_attention(made, 0, few=few)[0] for few in (False, True))
     assert not (of_all.is_incorrect or of_few.is_incorrect) and of_few.cases < of_all.cases
+    monkeypatch.setattr(made.vllm_config.scheduler_config, "max_num_seqs", 1)
+    assert compared_attention(made, 0)[0].cases == of_all.cases - 3  # no step of two sequences
 
 
 def test_a_wrong_backend_of_a_plugin_ends_the_startup_on_all_ranks(

@@ -18,6 +18,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from ..attention_request import DECODED_SIZE, LEAST_KEY_HEADS, MOST_QUERIES
+from ..kernels import power_of_two
 
 MOST_SEQUENCES = 512
 """Maximum sequences of a step with this kernel: vLLM's default for the largest captured graph."""
@@ -144,12 +145,12 @@ class DecodeImpl(FlashAttentionImpl):  # type: ignore[misc]
             *cache.stride()[:3],
             SIZE=size,
             GROUP=group,
-            ROWS=max(16, 1 << (group - 1).bit_length()),
+            ROWS=max(16, power_of_two(group)),
             BLOCK=cache.shape[2],
             COUNT=1 if count == 1 else MOST_SEQUENCES,
             TILE=TILE,
             PROGRAMS=programs,
-            PARTS=1 << (programs - 1).bit_length(),
+            PARTS=power_of_two(programs),
             num_warps=4,
             num_stages=3,
         )

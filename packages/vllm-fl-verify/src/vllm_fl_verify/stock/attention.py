@@ -243,8 +243,9 @@ class _Steps:
             self._step(chosen)
         for chosen in self._scheduled(self.sequences):
             yield from self._step(chosen)
-        most = min(self.length - 2, self.config.scheduler_config.max_num_batched_tokens)
-        if len(self.spare) == 2 and 1 < self.block <= most:
+        sizes = self.config.scheduler_config
+        most = min(self.length - 2, sizes.max_num_batched_tokens)
+        if len(self.spare) == 2 and 1 < self.block <= most and sizes.max_num_seqs > 1:
             yield from self._completed()
 
     def _completed(self) -> Iterator[Deviation]:
