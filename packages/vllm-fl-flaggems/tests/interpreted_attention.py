@@ -61,12 +61,12 @@ LAYERS = (
     Batch("sliding window and soft cap", (), window=64, soft_cap=5.0),
 )
 DECODED = [
-    Batch(name, sequences, heads, kv_heads=8, head_size=128)
-    for name, sequences, heads in (
-        ("one sequence", ((1, 700),), 8),
-        ("ends of blocks and tiles", ((1, 1), (1, 16), (1, 17), (1, 64), (1, 65), (1, 66)), 24),
-        ("a long one next to short ones", ((1, 40), (1, 1500), (1, 2)), 32),
-        ("programs share sequences", ((1, 900),) * 5, 8),
+    Batch(name, sequences, heads, kv_heads, head_size=128)
+    for name, sequences, heads, kv_heads in (
+        ("one sequence", ((1, 700),), 8, 8),
+        ("ends of blocks and tiles", ((1, 1), (1, 16), (1, 17), (1, 64), (1, 65), (1, 66)), 24, 8),
+        ("a long one next to short ones", ((1, 40), (1, 1500), (1, 2)), 28, 4),
+        ("programs share sequences", ((1, 900),) * 5, 8, 8),
     )
 ]
 BLOCK = 16

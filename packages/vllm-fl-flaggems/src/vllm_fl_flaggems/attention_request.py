@@ -16,9 +16,8 @@ NHD = "FlagGems's attention supports only NHD"
 DECODE = "the kernel for decoding steps"
 DECODED_SIZE = 128
 """Features of a head that the kernel for decoding steps supports."""
-LEAST_KEY_HEADS, MOST_QUERIES = 8, 4
-"""Minimum key heads of a rank, and maximum query heads for each. For other heads FlashAttention 3
-is faster for long sequences."""
+LEAST_KEY_HEADS, MOST_QUERIES = 4, 8
+"""Minimum key heads of a rank, and maximum query heads for each, as measured."""
 PLANES = "FlagGems's attention needs keys and values in one piece each, as in LHBNC"
 
 
@@ -45,7 +44,7 @@ def supports_decode(request: AttentionRequest) -> Availability:
         return f"heads of {request.head_size}: {DECODE} supports {DECODED_SIZE}"
     keys = request.extras.get("num_kv_heads")  # only of a whole model
     if keys and (keys < LEAST_KEY_HEADS or (request.num_heads or 0) > MOST_QUERIES * keys):
-        return f"{keys} key heads for {request.num_heads} heads: vLLM's attention is faster"
+        return f"{request.num_heads} heads for {keys} key heads: not supported by {DECODE}"
     import vllm.envs
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 

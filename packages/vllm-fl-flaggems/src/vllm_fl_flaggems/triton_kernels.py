@@ -401,6 +401,14 @@ def experts_outer_kernel(
     tl.store(out_ptr + token * features + row, total, mask=is_row)
 
 
+@triton.jit
+def added(top, total, values, its_top, its_total, its):
+    """Add two parts of a softmax: maxima, sums of weights, and weighted values."""
+    most = tl.maximum(tl.maximum(top, its_top), -1e30)  # finite without any token
+    weight, fade = tl.exp2(its_top - most), tl.exp2(top - most)
+    return most, total * fade + its_total * weight, values * fade[:, None] + its * weight[:, None]
+
+
 @triton.jit(do_not_specialize=["count"])
 def decode_attention_kernel(
     query_ptr,
@@ -430,7 +438,7 @@ def decode_attention_kernel(
     COUNT: tl.constexpr,
     TILE: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    PARTS: tl.constexpr,
+    FAN: tl.constexpr,
 ):
     """Attend to `count` sequences with one new token each, and write its key and value.
 
@@ -441,12 +449,13 @@ def decode_attention_kernel(
         lengths_ptr: tokens of the sequences with the new one. The result of a length of 0 is 0.
         parts_ptr: (heads, PROGRAMS, 2, GROUP * (SIZE + 2)) in float32, for sequences that several
             programs share: maxima, sums of weights, weighted values.
-        arrived_ptr: (sequences, heads), programs that have written their part; 0 before and after.
+        arrived_ptr: (levels, heads, PROGRAMS, 2), parts that were written; 0 before and after.
         scale: in powers of two.
 
     The programs of a key head share the tiles of all its sequences equally, so one long sequence
     keeps as many of them busy as many short ones. Sequences of up to four tiles are not divided if
-    there are enough programs. The last program of a sequence adds up its parts.
+    there are enough programs. Of each FAN parts of a sequence, the program that is last adds them
+    up, which makes one part of the next level.
     """
     head, program, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     number = tl.arange(0, COUNT)
@@ -463,6 +472,8 @@ def decode_attention_kernel(
     is_row = row < GROUP
     heads_at = (head * GROUP + row)[:, None] * SIZE + feature[None, :]
     own, head_at = head * SIZE + feature, head.to(tl.int64) * head_step
+    parts = parts_ptr + head * PROGRAMS * 2 * GROUP * (SIZE + 2)
+    values_at = 2 * GROUP + row[:, None] * SIZE + feature[None, :]
     while tile < stop:
         sequence = tl.sum((ends <= tile).to(tl.int32), 0)
         end = tl.sum(tl.where(number == sequence, ends, 0), 0)
@@ -514,45 +525,48 @@ def decode_attention_kernel(
         if is_last:
             score = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale
             score = tl.where(length > 0, score, float("-inf"))
-            most = tl.where(length > 0, tl.maximum(top, score), 0.0)
-            weight, fade = tl.exp2(score - most), tl.exp2(top - most)
-            total = total * fade + weight
             new_value = tl.where(length > 0, new_value, 0.0)  # in padding it may be NaN
-            values = values * fade[:, None] + weight[:, None] * new_value.to(tl.float32)[None, :]
-            top = most
+            its = new_value.to(tl.float32)[None, :]
+            top, total, values = added(top, total, values, score, 1.0, its)
             if slot >= 0:
                 place = slot // BLOCK * block_step + head_at + slot % BLOCK * token_step
                 tl.store(cache_ptr + place + feature, new_key)
                 tl.store(cache_ptr + place + SIZE + feature, new_value)
-        if (tile == first) & is_last:
+        # A program has at most two parts: one of its first sequence, and one of its last.
+        opener = first // each
+        which, left, reach = program - opener, (end - 1) // each - opener + 1, 1
+        arrived = arrived_ptr + head * PROGRAMS * 2
+        while left > 1:
+            at = (opener + which * reach) * 2 + (which == 0)
+            part = parts + at * GROUP * (SIZE + 2)
+            tl.store(part + row, top, mask=is_row)
+            tl.store(part + GROUP + row, total, mask=is_row)
+            tl.store(part + values_at, values, mask=is_row[:, None])
+            tl.debug_barrier()
+            which = which // FAN
+            leader = opener + which * FAN * reach
+            several = tl.minimum(left - which * FAN, FAN)
+            counter = arrived + leader * 2 + (which == 0)
+            if tl.atomic_add(counter, 1, sem="acq_rel") == several - 1:
+                tl.store(counter, 0)
+                top = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
+                total = tl.zeros((ROWS,), dtype=tl.float32)
+                values = tl.zeros((ROWS, SIZE), dtype=tl.float32)
+                for other in tl.static_range(FAN):
+                    at = (leader + other * reach) * 2 + ((which == 0) & (other == 0))
+                    part = parts + at * GROUP * (SIZE + 2)
+                    there = is_row & (other < several)
+                    its_top = tl.load(part + row, there, float("-inf"), cache_modifier=".cg")
+                    its_total = tl.load(part + GROUP + row, there, 0.0, cache_modifier=".cg")
+                    its = tl.load(part + values_at, there[:, None], 0.0, cache_modifier=".cg")
+                    top, total, values = added(top, total, values, its_top, its_total, its)
+                tl.debug_barrier()  # the sum replaces the first of its parts
+                left, reach = tl.cdiv(left, FAN), reach * FAN
+                arrived += heads * PROGRAMS * 2
+            else:
+                left = 0
+        if left == 1:
             result = values / tl.where(total > 0, total, 1.0)[:, None]
             out = out_ptr + sequence * out_step + heads_at
             tl.store(out, result.to(out_ptr.dtype.element_ty), mask=is_row[:, None])
-        else:
-            # A program has at most two parts: one of its first sequence, and one of its last.
-            all_parts = parts_ptr + head * PROGRAMS * 2 * GROUP * (SIZE + 2)
-            part = all_parts + (program * 2 + (tile == first)) * GROUP * (SIZE + 2)
-            tl.store(part + row, top, mask=is_row)
-            tl.store(part + GROUP + row, total, mask=is_row)
-            of_rows = part + 2 * GROUP + row[:, None] * SIZE + feature[None, :]
-            tl.store(of_rows, values, mask=is_row[:, None])
-            tl.debug_barrier()
-            opener = first // each
-            shares = (end - 1) // each - opener + 1
-            arrived = arrived_ptr + sequence * heads + head
-            if tl.atomic_add(arrived, 1, sem="acq_rel") == shares - 1:
-                other = tl.arange(0, PARTS)
-                here = other < shares
-                part_of = all_parts + ((opener + other) * 2 + (other == 0)) * GROUP * (SIZE + 2)
-                for one in tl.static_range(GROUP):
-                    its = part_of + one
-                    tops = tl.load(its, mask=here, other=float("-inf"), cache_modifier=".cg")
-                    totals = tl.load(its + GROUP, mask=here, other=0.0, cache_modifier=".cg")
-                    its = part_of[:, None] + 2 * GROUP + one * SIZE + feature[None, :]
-                    sums = tl.load(its, mask=here[:, None], other=0.0, cache_modifier=".cg")
-                    share = tl.exp2(tops - tl.max(tops, 0))
-                    result = tl.sum(sums * share[:, None], 0) / tl.sum(totals * share, 0)
-                    out = out_ptr + sequence * out_step + (head * GROUP + one) * SIZE + feature
-                    tl.store(out, result.to(out_ptr.dtype.element_ty))
-                tl.store(arrived, 0)
         tile = until

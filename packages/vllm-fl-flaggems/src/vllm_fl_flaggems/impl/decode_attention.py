@@ -23,9 +23,11 @@ from ..kernels import power_of_two
 MOST_SEQUENCES = 512
 """Maximum sequences of a step with this kernel: vLLM's default for the largest captured graph."""
 
-TILE, PROGRAMS = 64, 256
-"""Tokens of a tile, and programs of all key heads: the fastest on an H200, with 4 warps and 3
-stages, for 1 to 256 sequences of 40 to 32000 tokens (2026-11-30)."""
+TILE, PROGRAMS, FAN = 64, 256, 8
+"""Tokens of a tile, programs of all key heads, and parts that a program adds up: the fastest on an
+H200, with 4 warps and 3 stages, for 1 to 64 sequences of 40 to 32000 tokens (2026-11-30)."""
+LEVELS = 3
+"""Levels of such sums: FAN ** LEVELS programs of a key head at most."""
 
 
 class DecodeMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
@@ -124,9 +126,9 @@ class DecodeImpl(FlashAttentionImpl):  # type: ignore[misc]
         from ..triton_kernels import decode_attention_kernel
 
         heads, group, size = self.num_kv_heads, self.num_queries_per_kv, self.head_size
-        if self._arrived is None:
-            self._arrived = query.new_zeros(MOST_SEQUENCES * heads, dtype=torch.int32)
         programs, count = max(1, PROGRAMS // heads), metadata.num_actual_tokens
+        if self._arrived is None:
+            self._arrived = query.new_zeros(LEVELS, heads, programs, 2, dtype=torch.int32)
         parts = query.new_empty(heads * programs * 2 * group * (size + 2), dtype=torch.float32)
         decode_attention_kernel[heads, programs](
             query,
@@ -150,7 +152,7 @@ class DecodeImpl(FlashAttentionImpl):  # type: ignore[misc]
             COUNT=1 if count == 1 else MOST_SEQUENCES,
             TILE=TILE,
             PROGRAMS=programs,
-            PARTS=power_of_two(programs),
+            FAN=FAN,
             num_warps=4,
             num_stages=3,
         )
