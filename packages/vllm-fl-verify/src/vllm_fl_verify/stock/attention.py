@@ -240,7 +240,7 @@ class _Steps:
         ends = [min(self.block, self.length)]
         loud = [Made(self.heads, each, ends, self.generator, LOUD) for each in self.pool.split(1)]
         for chosen in self._scheduled(loud):
-            self._step(chosen)
+            list(self._step(chosen, is_compared=False))
         for chosen in self._scheduled(self.sequences):
             yield from self._step(chosen)
         sizes = self.config.scheduler_config
@@ -274,30 +274,30 @@ class _Steps:
                 chosen = [each for each in some if each.size]
                 yield sorted(chosen, key=lambda each: (each.size > 1, not each.done))
 
-    def _step(self, chosen: Sequence[Made]) -> list[Deviation]:
-        """Call the layer for one step; return each sequence's error."""
+    def _step(self, chosen: Sequence[Made], *, is_compared: bool = True) -> Iterator[Deviation]:
+        """Call the layer for one step; yield each sequence's error if it is compared."""
         h, device = self.heads, self.layer.kv_cache.device
         counts = [made.size for made in chosen]
         drawn = torch.randn(sum(counts), h.queries, h.size, generator=self.generator)
-        queries, rows = drawn.to(h.dtype).split(counts), [*map(self._rows, counts)]
-        for each, query, at in zip(chosen, queries, rows, strict=True):
+        queries = drawn.to(h.dtype).split(counts)
+        rows = [*map(self._rows, counts if is_compared else ())]
+        for each, query, at in zip(chosen, queries, rows, strict=False):
             query[at] = each.query(at + each.done, self.block)
         keys, values = ([getattr(each, n)[each.part] for each in chosen] for n in ("key", "value"))
         given = [torch.cat(each).flatten(1).to(device) for each in (queries, keys, values)]
         metadata, slots = self._metadata(chosen)
-        tokens, replicas = sum(counts), self.config.parallel_config.data_parallel_size
-        where = {"num_tokens": tokens, "num_tokens_across_dp": torch.tensor([tokens] * replicas)}
+        of_ranks = torch.tensor([len(slots)] * self.config.parallel_config.data_parallel_size)
+        where = {"num_tokens": len(slots), "num_tokens_across_dp": of_ranks}
         where["slot_mapping"] = {self.name: slots}
         with set_forward_context({self.name: metadata}, self.config, **where):
             got = self.layer(*given).unflatten(1, (h.queries, -1)).cpu()
-        found = []
-        for each, query, mine, at in zip(chosen, queries, got.split(counts), rows, strict=True):
+        for each, query, mine, at in zip(chosen, queries, got.split(counts), rows, strict=False):
             positions = at + each.done
             share, problem = worst(mine[at], [each.wanted(query[at], positions)], positions)
             where_in = f"{each.size} tokens after {each.done} in blocks of {self.block}"
-            found.append((share, problem and f"{where_in}: {problem}"))
+            yield share, problem and f"{where_in}: {problem}"
+        for each in chosen:
             each.done = each.until
-        return found
 
     def _rows(self, count: int) -> Tensor:
         """Draw tokens to compare, including the first and the last."""
