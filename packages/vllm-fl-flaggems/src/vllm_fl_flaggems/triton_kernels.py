@@ -403,8 +403,8 @@ def experts_outer_kernel(
 
 @triton.jit
 def added(top, total, values, its_top, its_total, its):
-    """Add two parts of a softmax: maxima, sums of weights, and weighted values."""
-    most = tl.maximum(tl.maximum(top, its_top), -1e30)  # finite without any token
+    """Add two parts of a softmax: maxima in powers of two, sums of weights, weighted values."""
+    most = tl.maximum(tl.maximum(top, its_top), -3e38)  # finite without any token
     weight, fade = tl.exp2(its_top - most), tl.exp2(top - most)
     return most, total * fade + its_total * weight, values * fade[:, None] + its * weight[:, None]
 
@@ -453,9 +453,9 @@ def decode_attention_kernel(
         scale: in powers of two.
 
     The programs of a key head share the tiles of all its sequences equally, so one long sequence
-    keeps as many of them busy as many short ones. Sequences of up to four tiles are not divided if
-    there are enough programs. Of each FAN parts of a sequence, the program that is last adds them
-    up, which makes one part of the next level.
+    keeps as many of them busy as many short ones. If no sequence has more than four tiles, a
+    program gets at least as many as the longest has. The last of each FAN programs of a sequence to
+    arrive adds up their parts to one part of the next level, until one part is left.
     """
     head, program, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     number = tl.arange(0, COUNT)
@@ -532,39 +532,41 @@ def decode_attention_kernel(
                 place = slot // BLOCK * block_step + head_at + slot % BLOCK * token_step
                 tl.store(cache_ptr + place + feature, new_key)
                 tl.store(cache_ptr + place + SIZE + feature, new_value)
-        # A program has at most two parts: one of its first sequence, and one of its last.
+        # The sequence has `left` parts in this level, `reach` programs apart. A program opens at
+        # most one such sequence, in its slot 1, and continues at most one, in its slot 0. The
+        # counter of a group has the index of its first slot, which the sum replaces.
         opener = first // each
-        which, left, reach = program - opener, (end - 1) // each - opener + 1, 1
+        number_of_part, left, reach = program - opener, (end - 1) // each - opener + 1, 1
         arrived = arrived_ptr + head * PROGRAMS * 2
         while left > 1:
-            at = (opener + which * reach) * 2 + (which == 0)
-            part = parts + at * GROUP * (SIZE + 2)
+            slot_of_part = (opener + number_of_part * reach) * 2 + (number_of_part == 0)
+            part = parts + slot_of_part * GROUP * (SIZE + 2)
             tl.store(part + row, top, mask=is_row)
             tl.store(part + GROUP + row, total, mask=is_row)
             tl.store(part + values_at, values, mask=is_row[:, None])
-            tl.debug_barrier()
-            which = which // FAN
-            leader = opener + which * FAN * reach
-            several = tl.minimum(left - which * FAN, FAN)
-            counter = arrived + leader * 2 + (which == 0)
+            tl.debug_barrier()  # before a thread publishes the stores of all by its atomic
+            group = number_of_part // FAN
+            leader = opener + group * FAN * reach
+            several = tl.minimum(left - group * FAN, FAN)
+            counter = arrived + (leader * 2 + (group == 0))
             if tl.atomic_add(counter, 1, sem="acq_rel") == several - 1:
                 tl.store(counter, 0)
                 top = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
                 total = tl.zeros((ROWS,), dtype=tl.float32)
                 values = tl.zeros((ROWS, SIZE), dtype=tl.float32)
                 for other in tl.static_range(FAN):
-                    at = (leader + other * reach) * 2 + ((which == 0) & (other == 0))
-                    part = parts + at * GROUP * (SIZE + 2)
+                    slot_of_part = (leader + other * reach) * 2 + ((group == 0) & (other == 0))
+                    part = parts + slot_of_part * GROUP * (SIZE + 2)
                     there = is_row & (other < several)
                     its_top = tl.load(part + row, there, float("-inf"), cache_modifier=".cg")
                     its_total = tl.load(part + GROUP + row, there, 0.0, cache_modifier=".cg")
                     its = tl.load(part + values_at, there[:, None], 0.0, cache_modifier=".cg")
                     top, total, values = added(top, total, values, its_top, its_total, its)
-                tl.debug_barrier()  # the sum replaces the first of its parts
-                left, reach = tl.cdiv(left, FAN), reach * FAN
+                tl.debug_barrier()  # all threads have read before the sum replaces the first part
+                number_of_part, left, reach = group, tl.cdiv(left, FAN), reach * FAN
                 arrived += heads * PROGRAMS * 2
             else:
-                left = 0
+                left = 0  # another program continues
         if left == 1:
             result = values / tl.where(total > 0, total, 1.0)[:, None]
             out = out_ptr + sequence * out_step + heads_at

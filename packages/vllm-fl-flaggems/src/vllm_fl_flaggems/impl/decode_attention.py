@@ -26,8 +26,8 @@ MOST_SEQUENCES = 512
 TILE, PROGRAMS, FAN = 64, 256, 8
 """Tokens of a tile, programs of all key heads, and parts that a program adds up: the fastest on an
 H200, with 4 warps and 3 stages, for 1 to 64 sequences of 40 to 32000 tokens (2026-11-30)."""
-LEVELS = 3
-"""Levels of such sums: FAN ** LEVELS programs of a key head at most."""
+LEVELS = 2
+"""Levels of such sums, for up to FAN ** LEVELS programs of a key head."""
 
 
 class DecodeMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
