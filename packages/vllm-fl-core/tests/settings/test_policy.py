@@ -41,6 +41,7 @@ def test_token_refuses(text: str) -> None:
 def test_an_id_is_read_as_logs_have_it_and_has_the_preference_of_its_kind() -> None:
     assert str(Selector.parse("vendor.acme")) == "impl:vendor.acme"
     assert Selector.parse("default.flagos").matches(GEMS)
+    assert str(Selector.parse("flagos.decode")) == "impl:flagos.decode"
     order = OpOrder.of(["reference", "impl:default.flagos"], pinned=False)
     assert str(order.preferring("flagos")) == "impl:default.flagos|reference"
 

@@ -76,7 +76,7 @@ class Selector:
             raise ValueError(f"expected a selector such as 'vendor:cuda', got {found}")
         head, colon, name = text.strip().partition(":")
         first, dot, rest = head.partition(".")
-        if dot and rest and not colon and first in ("default", "vendor", "reference", "vllm"):
+        if dot and rest and not colon and first in ("default", "vllm", *IMPL_KINDS):
             head, colon, name = "impl", ":", head  # an id as logs print it
         if head in (*IMPL_KINDS, *UNTOUCHED) and not colon:
             return cls(head)  # type: ignore[arg-type]
