@@ -244,21 +244,27 @@ def completed_block() -> tuple[str, str]:
 
 
 def other_steps() -> tuple[str, str]:
-    """Whether vLLM's methods write the cache and then attend, in steps of several tokens."""
+    """Whether vLLM's methods write and attend for several tokens, and if the kernel is disabled."""
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
+    from vllm_fl_flaggems.attention_request import disable_decode
     from vllm_fl_flaggems.impl.decode_attention import DecodeImpl
 
     calls: list[str] = []
     FlashAttentionImpl.do_kv_cache_update = lambda *given: calls.append("write")
     FlashAttentionImpl.forward = lambda *given: calls.append("attend")
-    batch = Batch("two tokens", ((2, 2), (1, 9)), heads=8, kv_heads=8, head_size=128)
-    for change in ({}, {"kv_sharing_target_layer_name": "another"}):
+    shared = {"kv_sharing_target_layer_name": "another"}
+    for first, change in ((2, {}), (2, shared), (1, {})):
+        batch = Batch("", ((first, first), (1, 9)), heads=8, kv_heads=8, head_size=128)
         impl = DecodeImpl(8, 128, 1.0, 8, None, None, "auto", **change)
-        q, k, v = heads_of(torch.zeros(3, 24 * 128).half(), batch)
-        given = metadata(batch, torch.tensor([0, 2, 3]), torch.zeros(2, 1).int())
+        q, k, v = heads_of(torch.zeros(first + 1, 24 * 128).half(), batch)
+        given = metadata(batch, torch.tensor([0, first, first + 1]), torch.zeros(2, 1).int())
+        if first == 1:
+            disable_decode()
+        given.slot_mapping = torch.arange(first + 1)
         impl.forward(SCALES, q, k, v, torch.zeros(4, 8, BLOCK, 256).half(), given, q)
-    return ("ok" if calls == ["write", "attend", "attend"] else "wrong"), str(calls)
+    wrong = calls != ["write", "attend", "attend", "write", "attend"]
+    return ("wrong" if wrong else "ok"), str(calls)
 
 
 def heads_of(qkv: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, ...]:

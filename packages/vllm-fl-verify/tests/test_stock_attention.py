@@ -70,6 +70,8 @@ class FaultyImpl(BareCpuAttentionImpl):
                     given = (args[0], args[1].masked_fill(late[:, None, None], 0), args[2].clone())
         BareCpuAttentionImpl.forward(wrong, layer, query, *given, faulty, output)
         output[late] = kept[late]
+        if self.fault == "an exception":
+            raise RuntimeError("no shared memory")
         if self.fault == "swapped heads":
             output.copy_(kept.roll(1, 1))
         output.copy_(kept + self.share * (output - kept))
@@ -242,31 +244,47 @@ def test_layers_are_compared_by_arguments(runner: Runner, monkeypatch: pytest.Mo
     assert compared_attention(made, 0)[0].cases == of_all.cases - 3  # no step of two sequences
 
 
+PATH = f"{__name__}.FaultyBackend"
+
+
+def planned(patch: pytest.MonkeyPatch, made: Any, theirs: Any, disable: Any = None) -> Any:
+    """An engine with the faulty backend, and with rows of a second rank."""
+    patch.setitem(sys.modules, __name__, SimpleNamespace(**globals()))
+    patch.setattr(engines, "exchange", lambda what, mine, failure="": [mine, theirs])
+    impl = AttentionImpl("vendor.acme", PATH, BackendImplKind.VENDOR, "acme", disable=disable)
+    return engine_of(planning(managing(impl)), Worker(made))
+
+
 def test_a_wrong_backend_of_a_plugin_ends_the_startup_on_all_ranks(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = f"{__name__}.FaultyBackend"
-    monkeypatch.setitem(sys.modules, __name__, SimpleNamespace(**globals()))
-    impl = AttentionImpl("vendor.acme", path, BackendImplKind.VENDOR, "acme")
     made = runner({}, {"num_kv_heads": 8}, backend=FaultyBackend)
-    engine = engine_of(planning(managing(impl)), Worker(made))
-    theirs: list[AttentionRow] = []
-    monkeypatch.setattr(engines, "exchange", lambda what, mine, failure="": [mine, theirs])
+    engine = planned(monkeypatch, made, theirs := [])
     compare_attention(engine)
     (remark,) = engine.remarks[Moment.CACHED]
     assert "calls of attention on the KV cache in " in remark and "not compared" not in remark
-    theirs.append(AttentionRow(("far.attn",), path, 20, 3.0, "far.attn, 1 tokens after 5: wrong"))
+    theirs.append(AttentionRow(("far.attn",), PATH, 20, 3.0, "far.attn, 1 tokens after 5: wrong"))
     with pytest.raises(StartError) as raised:
         compare_attention(engine)
     assert raised.value.failures and "rank 1: implementation 'vendor.acme'" in str(raised.value)
     layers_of(made)[1].impl.fault = "swapped heads"
     with pytest.raises(StartError) as raised:
         compare_attention(engine)
-    assert (
-        "rank 0: implementation 'vendor.acme' failed for op 'attention_backend': model.layers.1"
-        in str(raised.value)
-    )
+    failed = "implementation 'vendor.acme' failed for op 'attention_backend': model.layers.1"
+    assert f"rank 0: {failed}" in str(raised.value)
     assert "VLLM_FL_PER_OP='attention_backend=stock' selects vLLM's code" in str(raised.value)
+
+
+@pytest.mark.parametrize("fault", ["swapped heads", "an exception"])
+def test_a_faulty_backend_disables_its_kernels_if_it_can(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    made = runner({}, backend=FaultyBackend)
+    impl = layers_of(made)[0].impl
+    impl.fault = fault
+    engine = planned(monkeypatch, made, [], lambda: setattr(impl, "fault", ""))
+    compare_attention(engine)
+    assert engine.plan.record.demotions and engine.disabled and not impl.fault
 
 
 def test_vllms_backend_is_not_compared_at_startup(

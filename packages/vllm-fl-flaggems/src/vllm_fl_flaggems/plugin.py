@@ -19,7 +19,7 @@ from vllm_fl import (
     hookimpl,
 )
 
-from .attention_request import supports_attention, supports_decode
+from .attention_request import disable_decode, supports_attention, supports_decode
 from .impl import (
     FLAGOS,
     activation,
@@ -84,6 +84,7 @@ def attention_backend() -> list[AttentionImpl]:
             available=available,
             supports=supports_decode,
             priority=100,
+            disable=disable_decode,
         ),
     ]
 

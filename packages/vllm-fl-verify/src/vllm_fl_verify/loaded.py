@@ -17,6 +17,7 @@ from vllm_fl.errors import StartError
 from vllm_fl.integration.engines import Engine
 from vllm_fl.integration.patchers.classes import class_of
 from vllm_fl.integration.patchers.layers import LayerClass, layer_table
+from vllm_fl.integration.ranks import Disabled
 from vllm_fl.integration.settling import stock_setting
 from vllm_fl.integration.targets import installed_bindings
 from vllm_fl.logs import get_logger
@@ -157,9 +158,12 @@ def compare_with_cache(engine: Engine) -> dict[Key, Objection]:
 def compare_attention(engine: Engine) -> None:
     """Compare the attention layers that backends of plugins compute, on the allocated KV cache.
 
+    A backend that can disable its kernels does so on all ranks if it is incorrect or raises on any
+    rank, except in strict mode. Its layers are then compared again.
+
     Raises:
-        StartError: a backend is incorrect on any rank. It cannot be replaced, because the layers
-            are built with it.
+        StartError: another backend is incorrect. It cannot be replaced, because the layers are
+            built with it.
     """
     facts, planned = engine.facts, engine.plan.entries[ATTENTION].classes(AttentionImpl)
     if not facts.settings.compares or engine.joins or not planned:
@@ -174,11 +178,23 @@ def compare_attention(engine: Engine) -> None:
         rows = compared_attention(engine.runner, checks.seed, planned=ids, few=checks.is_kept)
     release(engine.device)
     for rank, each in enumerate(engine.gather("compare attention on the KV cache", rows)):
-        for row in (row for row in each if row.is_incorrect):
+        for row in each:
             impl_id = ids.get(row.backend, planned[0].impl_id)
+            key = ATTENTION, impl_id
+            fixed = engine.plan.strict or key in engine.disabled
+            disable = None if fixed else next(i for i in planned if i.impl_id == impl_id).disable
+            if not row.is_incorrect and not (row.raised and disable):
+                continue
             failed = f"implementation '{impl_id}' failed for op '{ATTENTION}'"
             why = f"rank {rank}: {failed}: {row.reason}"
-            checks.verdicts.refute({(ATTENTION, impl_id): Objection(FAILED, why)})
+            checks.verdicts.refute({key: Objection(FAILED, why)})
+            if disable:
+                engine.disabled[key] = found = Disabled(FAILED, rank, row.reason)
+                if engine.rank == 0:
+                    found.warn(*key)
+                engine.plan.record.demote(*key, found.reason)
+                disable()
+                return compare_attention(engine)
             text = f"vllm-fl: engine startup failed: {why}. The layers are built with it. "
             text += f"{stock_setting([(ATTENTION, impl_id)])} selects vLLM's code"
             raise StartError(text, op=ATTENTION, impl=impl_id, failures=(why,))

@@ -82,7 +82,7 @@ class _Impl:
             object.__setattr__(self, "impl_id", f"vendor.{self.vendor}")
 
     def _check(self, who: str) -> None:
-        for name in ("available", "supports", "choices"):
+        for name in ("available", "supports", "choices", "disable"):
             value = getattr(self, name, None)
             if value is not None and not callable(value):
                 raise TypeError(f"{who}: {name} must be callable, got {value!r}")
@@ -228,6 +228,7 @@ class _ClassImpl(_Impl, Generic[R]):
         self._check(who)
 
 
+@dataclass(frozen=True, eq=False)
 class AttentionImpl(_ClassImpl[AttentionRequest]):
     """An attention backend, by the path of its class, which is imported when it is chosen.
 
@@ -238,8 +239,12 @@ class AttentionImpl(_ClassImpl[AttentionRequest]):
             the class's `get_name()` returns, such as its parent's name or `CUSTOM`.
         kind, vendor, priority, available: as for `OpImpl`.
         supports: AttentionRequest -> True, or the reason why not.
+        disable: () -> None: switch its layers of this process to the kernels of vLLM. It is
+            called at startup, before graphs are captured, if a comparison finds a fault or the
+            backend raises. Without it, a fault ends the startup.
     """
 
+    disable: Callable[[], None] | None = field(default=None, kw_only=True)
     op_name = "attention_backend"
 
 

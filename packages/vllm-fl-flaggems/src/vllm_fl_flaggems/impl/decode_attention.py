@@ -52,6 +52,8 @@ class DecodeBackend(FlashAttentionBackend):  # type: ignore[misc]
 class DecodeImpl(FlashAttentionImpl):  # type: ignore[misc]
     """Attention of one layer."""
 
+    is_disabled: ClassVar[bool] = False
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._decodes = (
@@ -110,6 +112,7 @@ class DecodeImpl(FlashAttentionImpl):  # type: ignore[misc]
         size = self.head_size
         return (
             self._decodes
+            and not self.is_disabled
             and metadata.max_query_len == 1
             and metadata.num_actual_tokens <= min(MOST_SEQUENCES, len(metadata.seq_lens))
             and not getattr(metadata, "use_cascade", False)

@@ -51,6 +51,7 @@ class AttentionRow:
         cases: compared steps of sequences.
         worst: the maximum error relative to the tolerance; NaN if nothing was compared.
         reason: what is incorrect, or why nothing was compared; otherwise empty.
+        raised: whether the backend raised an exception.
     """
 
     layers: tuple[str, ...]
@@ -58,6 +59,7 @@ class AttentionRow:
     cases: int = 0
     worst: float = math.nan
     reason: str = ""
+    raised: bool = False
 
     @property
     def is_incorrect(self) -> bool:
@@ -163,7 +165,8 @@ def _compared(runner: Any, group: Any, row: AttentionRow, seed: int, few: bool) 
                 top = share if is_worse else row.worst
                 row = replace(row, cases=row.cases + 1, worst=top, reason=reason)
     except Exception as error:  # of a backend, for metadata that it does not support
-        return replace(row, reason=row.reason or f"{name}: it raised {quote(error)}")
+        reason = row.reason or f"{name}: it raised {quote(error)}"
+        return replace(row, reason=reason, raised=True)
     return row if row.cases else replace(row, reason=f"{name}: a small cache")
 
 
