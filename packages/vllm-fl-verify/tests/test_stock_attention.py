@@ -284,7 +284,7 @@ def test_a_faulty_backend_disables_its_kernels_if_it_can(
     impl.fault = fault
     engine = planned(monkeypatch, made, [], lambda: setattr(impl, "fault", ""))
     compare_attention(engine)
-    assert engine.plan.record.demotions and engine.disabled and not impl.fault
+    assert engine.plan.record.demotions and engine.disabled and engine.digest and not impl.fault
 
 
 def test_vllms_backend_is_not_compared_at_startup(

@@ -12,6 +12,7 @@ import torch
 
 from vllm_fl.contracts import OpSpec
 from vllm_fl.dispatch import get_default_manager
+from vllm_fl.engine.digest import digest
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import StartError
 from vllm_fl.integration.engines import Engine
@@ -159,7 +160,8 @@ def compare_attention(engine: Engine) -> None:
     """Compare the attention layers that backends of plugins compute, on the allocated KV cache.
 
     A backend that can disable its kernels does so on all ranks if it is incorrect or raises on any
-    rank, except in strict mode. Its layers are then compared again.
+    rank, except in strict mode. Its layers are then compared again. The engine gets another digest,
+    which a lock file refuses.
 
     Raises:
         StartError: another backend is incorrect. It cannot be replaced, because the layers are
@@ -193,6 +195,7 @@ def compare_attention(engine: Engine) -> None:
                 if engine.rank == 0:
                     found.warn(*key)
                 engine.plan.record.demote(*key, found.reason)
+                engine.digest = digest({"bound": engine.digest, "disabled": impl_id})
                 disable()
                 return compare_attention(engine)
             text = f"vllm-fl: engine startup failed: {why}. The layers are built with it. "
