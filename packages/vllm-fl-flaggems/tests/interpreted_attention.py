@@ -247,8 +247,8 @@ def other_steps() -> tuple[str, str]:
     """Whether vLLM's methods write and attend for several tokens, and if the kernel is disabled."""
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
-    from vllm_fl_flaggems.attention_request import disable_decode
     from vllm_fl_flaggems.impl.decode_attention import DecodeImpl
+    from vllm_fl_flaggems.plugin import disable_decode
 
     calls: list[str] = []
     FlashAttentionImpl.do_kv_cache_update = lambda *given: calls.append("write")

@@ -55,13 +55,6 @@ def supports_decode(request: AttentionRequest) -> Availability:
     return True
 
 
-def disable_decode() -> None:
-    """Run vLLM's kernels in layers with the kernel for decoding steps, in this process."""
-    from .impl.decode_attention import DecodeImpl
-
-    DecodeImpl.is_disabled = True
-
-
 def _missing() -> str | None:
     """Return why FlagGems cannot run in this process; import it only if the device exists."""
     import torch

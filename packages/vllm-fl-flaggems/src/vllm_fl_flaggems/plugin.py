@@ -19,7 +19,7 @@ from vllm_fl import (
     hookimpl,
 )
 
-from .attention_request import disable_decode, supports_attention, supports_decode
+from .attention_request import supports_attention, supports_decode
 from .impl import (
     FLAGOS,
     activation,
@@ -87,6 +87,13 @@ def attention_backend() -> list[AttentionImpl]:
             disable=disable_decode,
         ),
     ]
+
+
+def disable_decode() -> None:
+    """Run vLLM's kernels in layers with the kernel for decoding steps, in this process."""
+    from .impl.decode_attention import DecodeImpl
+
+    DecodeImpl.is_disabled = True
 
 
 @hookimpl
