@@ -121,7 +121,7 @@ def test_a_time_out_says_that_the_late_rank_is_still_running(tmp_path: Path) -> 
         assert text.startswith(f"vllm-fl: rank {rank} waited for the other ranks to agree, and ")
         assert "rank 1 (process " in text and ") is still running after 1 s" in text
         assert following == [0, 1, 2]
-    assert " gave up: rank " in results[1][0]  # on a busy machine also for rank 0
+    assert "rank 1 (process " in results[1][0].partition(" gave up: ")[2]  # rank 0 may be late, too
 
 
 def test_a_group_of_some_ranks_has_its_own_exchanges(tmp_path: Path) -> None:

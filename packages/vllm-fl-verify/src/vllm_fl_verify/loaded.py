@@ -12,14 +12,12 @@ import torch
 
 from vllm_fl.contracts import OpSpec
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.engine.digest import digest
 from vllm_fl.engine.plan import Plan
-from vllm_fl.errors import StartError
 from vllm_fl.integration.engines import Engine
 from vllm_fl.integration.patchers.classes import class_of
 from vllm_fl.integration.patchers.layers import LayerClass, layer_table
 from vllm_fl.integration.ranks import Disabled
-from vllm_fl.integration.settling import stock_setting
+from vllm_fl.integration.settling import disable_built
 from vllm_fl.integration.targets import installed_bindings
 from vllm_fl.logs import get_logger
 from vllm_fl.plugins.inspection import FAILED, REFUSES, REJECTED, Key, Moment, Objection
@@ -174,33 +172,21 @@ def compare_attention(engine: Engine) -> None:
 
     checks = checks_of(engine)
     began, no_problem = time.monotonic(), lambda *_: ""
-    named = ((class_of(i, ATTENTION, facts.attention, no_problem)[1], i.impl_id) for i in planned)
-    ids = {path_of(cls): impl_id for cls, impl_id in named if cls is not None}
+    named = ((class_of(i, ATTENTION, facts.attention, no_problem)[1], i) for i in planned)
+    impls = {path_of(cls): impl for cls, impl in named if cls is not None}
     with engine.active(), engine.plan.record.aside(), host_threads(engine.device):
-        rows = compared_attention(engine.runner, checks.seed, planned=ids, few=checks.is_kept)
+        rows = compared_attention(engine.runner, checks.seed, planned=impls, few=checks.is_kept)
     release(engine.device)
     for rank, each in enumerate(engine.gather("compare attention on the KV cache", rows)):
         for row in each:
-            impl_id = ids.get(row.backend, planned[0].impl_id)
-            key = ATTENTION, impl_id
-            fixed = engine.plan.strict or key in engine.disabled
-            disable = None if fixed else next(i for i in planned if i.impl_id == impl_id).disable
-            if not row.is_incorrect and not (row.raised and disable):
-                continue
-            failed = f"implementation '{impl_id}' failed for op '{ATTENTION}'"
-            why = f"rank {rank}: {failed}: {row.reason}"
-            checks.verdicts.refute({key: Objection(FAILED, why)})
-            if disable:
-                engine.disabled[key] = found = Disabled(FAILED, rank, row.reason)
-                if engine.rank == 0:
-                    found.warn(*key)
-                engine.plan.record.demote(*key, found.reason)
-                engine.digest = digest({"bound": engine.digest, "disabled": impl_id})
-                disable()
+            impl = impls.get(row.backend, planned[0])
+            key = ATTENTION, impl.impl_id
+            disable = None if engine.plan.strict or key in engine.disabled else impl.disable
+            if row.is_incorrect or (row.raised and disable):
+                why = Disabled(FAILED, rank, row.reason)
+                checks.verdicts.refute({key: Objection(FAILED, why.reason)})
+                disable_built(engine, key, why, disable)
                 return compare_attention(engine)
-            text = f"vllm-fl: engine startup failed: {why}. The layers are built with it. "
-            text += f"{stock_setting([(ATTENTION, impl_id)])} selects vLLM's code"
-            raise StartError(text, op=ATTENTION, impl=impl_id, failures=(why,))
     text = f"{sum(row.cases for row in rows)} calls of attention on the KV cache"
     text += f" in {time.monotonic() - began:.1f} s"
     left = ", ".join(row.reason for row in rows if row.reason)

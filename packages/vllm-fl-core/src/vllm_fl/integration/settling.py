@@ -135,11 +135,32 @@ def stock_setting(keys: Iterable[Key]) -> str:
     return f"VLLM_FL_PER_OP='{stock}'"
 
 
-def _disable(engine: Engine, moment: Moment, new: Mapping[Key, Disabled]) -> None:
-    """Disable implementations on this rank. From LOADED on, settle and bind the model again."""
+def disable_built(
+    engine: Engine, key: Key, why: Disabled, disable: Callable[[], None] | None
+) -> None:
+    """Disable an implementation that built layers keep, by its own function. All ranks must call
+    it. The plan still names the implementation, so the engine gets another digest. Without a
+    function, raises StartError."""
+    if disable is None:
+        fault = f"rank {why.rank}: {_fault(key, why)}"
+        text = f"vllm-fl: engine startup failed: {fault}. The layers are built with it. "
+        text += f"{stock_setting([key])} selects vLLM's code"
+        raise StartError(text, op=key[0], impl=key[1], failures=(fault,))
+    _note_disabled(engine, {key: why})
+    engine.plan.record.demote(*key, why.reason)
+    engine.digest = digest({"bound": engine.digest, "disabled": key[1]})
+    disable()
+
+
+def _note_disabled(engine: Engine, new: Mapping[Key, Disabled]) -> None:
     for (op, impl_id), each in new.items() if engine.rank == 0 else ():
         each.warn(op, impl_id)
     engine.disabled |= new
+
+
+def _disable(engine: Engine, moment: Moment, new: Mapping[Key, Disabled]) -> None:
+    """Disable implementations on this rank. From LOADED on, settle and bind the model again."""
+    _note_disabled(engine, new)
     if moment is Moment.GROUPED:
         assert engine.groups is not None  # only communicators have objections here
         engine.groups.replace()
