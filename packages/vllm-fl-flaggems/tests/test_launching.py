@@ -184,15 +184,15 @@ def test_what_the_kernels_of_eight_bits_do_not_take_is_vllms_product(
     name = "cutlass_scaled_mm"
 
     def by_vllm(out: torch.Tensor, x: torch.Tensor, turned: torch.Tensor, *_: Any) -> None:
-        assert x.is_contiguous() and turned.stride(0) == 1
+        assert x.is_contiguous() and turned.t().is_contiguous() and turned.data_ptr() % 16 == 0
         asked.append((*x.shape, turned.shape[1]))
         out.zero_()
 
     def run(tokens: int, features: int, outputs: int, offset: int = 0) -> torch.Tensor:
-        weight = torch.zeros(outputs * features + offset, device=device).to(torch.float8_e4m3fn)
-        weight = weight[offset:].view(outputs, features)
+        weight = torch.zeros(outputs * 96 + offset, device=device).to(torch.float8_e4m3fn)
+        weight = weight[offset:].view(outputs, 96)[:, :features]
         one = torch.ones(1, device=device)
-        x = torch.zeros(tokens, features, device=device).to(torch.float8_e4m3fn)
+        x = torch.zeros(tokens, 96, device=device).to(torch.float8_e4m3fn)[:, :features]
         return linear_fp8.linear_fp8(x, weight, one, one, "bfloat16")
 
     assert device.type != "cpu" or linear_fp8._by_vllm(device) is None

@@ -36,8 +36,6 @@ FEW_OUTPUTS, MANY_FEATURES = 3072, 4096
 splits the features.
 """
 
-RESULTS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 def linear_fp8(
     x: torch.Tensor,
@@ -58,7 +56,7 @@ def linear_fp8(
             and vLLM's operator cannot be used.
     """
     (tokens, features), outputs = x.shape, weight.shape[0]
-    out = x.new_empty((tokens, outputs), dtype=RESULTS[out_dtype])
+    out = x.new_empty((tokens, outputs), dtype=getattr(torch, out_dtype))
     if not out.numel():
         return out
     plain = x.stride(1) == 1 and is_aligned(x)
@@ -68,8 +66,9 @@ def linear_fp8(
     lacks = tokens > MOST_TOKENS or not is_aligned(weight)
     is_slow = tokens > 1 and outputs < FEW_OUTPUTS and features > MANY_FEATURES
     by_vllm = _by_vllm(x.device) if (lacks or is_slow) and outputs % COPY_ALIGN == 0 else None
-    if by_vllm is not None:
-        by_vllm(out, x, weight.t(), *scales, bias)
+    if by_vllm is not None:  # CUTLASS assumes the strides of contiguous matrices
+        weight = weight if is_aligned(weight) else weight.clone()
+        by_vllm(out, x.contiguous(), weight.contiguous().t(), *scales, bias)
     elif lacks:
         raise NotImplementedError(
             f"the kernels support at most {MOST_TOKENS} tokens, and weights that begin at a "
