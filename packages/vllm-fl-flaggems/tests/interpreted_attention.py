@@ -260,7 +260,7 @@ def other_steps() -> tuple[str, str]:
         q, k, v = heads_of(torch.zeros(first + 1, 24 * 128).half(), batch)
         given = metadata(batch, torch.tensor([0, first, first + 1]), torch.zeros(2, 1).int())
         if first == 1:
-            disable_decode()
+            disable_decode([impl, None])
         given.slot_mapping = torch.arange(first + 1)
         impl.forward(SCALES, q, k, v, torch.zeros(4, 8, BLOCK, 256).half(), given, q)
     wrong = calls != ["write", "attend", "attend", "write", "attend"]

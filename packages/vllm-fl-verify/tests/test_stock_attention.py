@@ -282,7 +282,7 @@ def test_a_faulty_backend_disables_its_kernels_if_it_can(
     made = runner({}, backend=FaultyBackend)
     impl = layers_of(made)[0].impl
     impl.fault = fault
-    engine = planned(monkeypatch, made, [], lambda: setattr(impl, "fault", ""))
+    engine = planned(monkeypatch, made, [], lambda impls: setattr(impls[0], "fault", ""))
     compare_attention(engine)
     assert engine.plan.record.demotions and engine.disabled and engine.digest and not impl.fault
 

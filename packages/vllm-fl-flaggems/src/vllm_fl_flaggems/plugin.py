@@ -89,11 +89,13 @@ def attention_backend() -> list[AttentionImpl]:
     ]
 
 
-def disable_decode() -> None:
-    """Run vLLM's kernels in layers with the kernel for decoding steps, in this process."""
+def disable_decode(impls: list[Any]) -> None:
+    """Run vLLM's kernels in attention layers with the kernel for decoding steps."""
     from .impl.decode_attention import DecodeImpl
 
-    DecodeImpl.is_disabled = True
+    for impl in impls:
+        if isinstance(impl, DecodeImpl):
+            impl.decodes = False
 
 
 @hookimpl

@@ -136,7 +136,7 @@ def stock_setting(keys: Iterable[Key]) -> str:
 
 
 def disable_built(
-    engine: Engine, key: Key, why: Disabled, disable: Callable[[], None] | None
+    engine: Engine, key: Key, why: Disabled, disable: Callable[[list[Any]], None] | None
 ) -> None:
     """Disable an implementation that built layers keep, by its own function. All ranks must call
     it. The plan still names the implementation, so the engine gets another digest. Without a
@@ -149,7 +149,8 @@ def disable_built(
     _note_disabled(engine, {key: why})
     engine.plan.record.demote(*key, why.reason)
     engine.digest = digest({"bound": engine.digest, "disabled": key[1]})
-    disable()
+    layers = engine.config.compilation_config.static_forward_context.values()
+    disable([layer.impl for layer in layers if hasattr(layer, "impl")])
 
 
 def _note_disabled(engine: Engine, new: Mapping[Key, Disabled]) -> None:
@@ -271,10 +272,8 @@ def _end_for(engine: Engine, moment: Moment, new: Mapping[Key, Disabled]) -> Non
     text = "; ".join(f"rank {e.rank}: {_fault(key, e)}" for key, e in found.items())
     text += "" if is_strict else ". The model is compiled with it"
     op, impl_id = next(iter(found))
-    text = (
-        f"vllm-fl: engine startup failed{how}: {text}. {stock_setting(found)} selects vLLM's code"
-    )
-    raise StartError(text, op=op, impl=impl_id)
+    text = f"{how}: {text}. {stock_setting(found)} selects vLLM's code"
+    raise StartError(f"vllm-fl: engine startup failed{text}", op=op, impl=impl_id)
 
 
 def _fault(key: Key, disabled: Disabled) -> str:

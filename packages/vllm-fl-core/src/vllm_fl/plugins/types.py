@@ -239,12 +239,12 @@ class AttentionImpl(_ClassImpl[AttentionRequest]):
             the class's `get_name()` returns, such as its parent's name or `CUSTOM`.
         kind, vendor, priority, available: as for `OpImpl`.
         supports: AttentionRequest -> True, or the reason why not.
-        disable: () -> None: switch its layers of this process to the kernels of vLLM. It is
-            called at startup, before graphs are captured, if a comparison finds a fault or the
-            backend raises. Without it, a fault ends the startup.
+        disable: (the `impl` of each attention layer of the engine) -> None: make this backend's run
+            vLLM's kernels. It is called at startup, before graphs are captured, if a comparison
+            finds a fault or the backend raises. Without it, a fault ends the startup.
     """
 
-    disable: Callable[[], None] | None = field(default=None, kw_only=True)
+    disable: Callable[[list[Any]], None] | None = field(default=None, kw_only=True)
     op_name = "attention_backend"
 
 

@@ -52,11 +52,9 @@ class DecodeBackend(FlashAttentionBackend):  # type: ignore[misc]
 class DecodeImpl(FlashAttentionImpl):  # type: ignore[misc]
     """Attention of one layer."""
 
-    is_disabled: ClassVar[bool] = False
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._decodes = (
+        self.decodes = (
             self.head_size == DECODED_SIZE
             and self.num_kv_heads >= LEAST_KEY_HEADS
             and self.num_queries_per_kv <= MOST_QUERIES
@@ -111,8 +109,7 @@ class DecodeImpl(FlashAttentionImpl):  # type: ignore[misc]
         *tensors, cache, metadata = given
         size = self.head_size
         return (
-            self._decodes
-            and not self.is_disabled
+            self.decodes
             and metadata.max_query_len == 1
             and metadata.num_actual_tokens <= min(MOST_SEQUENCES, len(metadata.seq_lens))
             and not getattr(metadata, "use_cascade", False)
