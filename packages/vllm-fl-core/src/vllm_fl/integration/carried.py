@@ -64,9 +64,9 @@ def seal(vllm_config: VllmConfig, digest: str) -> Callable[[], None]:
     return unseal
 
 
-def is_sealed(vllm_config: VllmConfig) -> bool:
-    """Whether a worker of this engine has sealed its plan, which is then final."""
-    return "plan" in carried_entry(vllm_config)
+def is_planned(vllm_config: VllmConfig) -> bool:
+    """Whether vllm-fl has changed the configuration for a plan, in this or another process."""
+    return not {"enabled", "plan"}.isdisjoint(carried_entry(vllm_config))
 
 
 def digest_of(vllm_config: VllmConfig) -> str:

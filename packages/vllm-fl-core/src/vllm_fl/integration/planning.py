@@ -17,7 +17,7 @@ from ..plugins.reserved import unread, unverified
 from ..plugins.types import KERNEL_OPS, NAMED_CLASSES
 from ..settings.names import check_names
 from ..settings.schema import Settings
-from .carried import KEY, carried_entry, is_sealed
+from .carried import KEY, carried_entry, is_planned
 from .compat import hide_our_variables, missing_requirement
 from .graphs import ranges
 from .patching import PATCHERS, merged, why_not
@@ -102,7 +102,7 @@ def _settings_of(vllm_config: VllmConfig) -> Settings:
     startup = manager.startup
     assert startup is not None
     if settings is None:
-        if is_sealed(vllm_config):
+        if is_planned(vllm_config):
             return startup.settings  # the engine's are removed; files may no longer exist
         entry = carried_entry(vllm_config)
         settings = _read_settings(current_platform.vllm_fl_platform, entry.orders)

@@ -75,12 +75,12 @@ class PlatformOverlay:
 
     @classmethod
     def get_default_ir_op_priority(cls, vllm_config: VllmConfig) -> Any:
-        from .carried import is_sealed
+        from .carried import is_planned
         from .patchers.ir import prioritise
         from .planning import facts_of, load_plugins, note_user_priority, plan_for
 
-        # vLLM's drafters copy the configuration of a sealed engine.
-        is_final = is_sealed(vllm_config)
+        # vLLM's drafters copy the configuration of an engine.
+        is_final = is_planned(vllm_config)
         if not is_final:
             load_plugins(vllm_config)
             note_user_priority(vllm_config)
@@ -99,16 +99,16 @@ class PlatformOverlay:
         if cls.vllm_fl_device is not None and parallel.worker_cls == "auto":
             parallel.worker_cls = cls.vllm_fl_device.worker_class
         super().check_and_update_config(vllm_config)  # type: ignore[misc]
-        from .carried import carry_startup, is_sealed
+        from .carried import carry_startup, is_planned
         from .planning import apply, facts_of, plan_for, refuse_unverified
         from .worker import wrap_worker
 
         if vllm_config.model_config is None:  # an engine without a model
             return
-        # vLLM calls this again after the workers have loaded. If they are in the same process, the
-        # plan is sealed by then. The platform may have set its own worker class again.
+        # vLLM calls this again after the workers have loaded, and the platform may have set its own
+        # worker class again. The workers have the plan.
         wrap_worker(vllm_config)
-        if is_sealed(vllm_config):
+        if is_planned(vllm_config):
             return
         facts = facts_of(vllm_config)
         refuse_unverified(facts)
