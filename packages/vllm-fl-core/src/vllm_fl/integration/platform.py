@@ -27,6 +27,7 @@ from ..plugins.device import DeviceProfile, find_device
 from ..settings.loading import load_startup
 from ..settings.values import IN_TREE
 from ..text import quote
+from .carried import carry_startup, is_planned
 from .compat import leave_out_cuda_fusions
 from .patchers.lookups import import_object, laid_over, log_refusal
 
@@ -75,19 +76,18 @@ class PlatformOverlay:
 
     @classmethod
     def get_default_ir_op_priority(cls, vllm_config: VllmConfig) -> Any:
-        from .carried import is_planned
+        stock = super().get_default_ir_op_priority  # type: ignore[misc]
+        if is_planned(vllm_config):  # vLLM's drafters copy the configuration of an engine
+            return stock(vllm_config)
         from .patchers.ir import prioritise
         from .planning import facts_of, load_plugins, note_user_priority, plan_for
 
-        # vLLM's drafters copy the configuration of an engine.
-        is_final = is_planned(vllm_config)
-        if not is_final:
-            load_plugins(vllm_config)
-            note_user_priority(vllm_config)
-            # Some releases hash the priorities before they import the kernels.
-            cls.import_ir_kernels()
-        default = super().get_default_ir_op_priority(vllm_config)  # type: ignore[misc]
-        if is_final or vllm_config.model_config is None:
+        load_plugins(vllm_config)
+        note_user_priority(vllm_config)
+        # Some releases hash the priorities before they import the kernels.
+        cls.import_ir_kernels()
+        default = stock(vllm_config)
+        if vllm_config.model_config is None:
             return default
         if cls.vllm_fl_device is not None:
             leave_out_cuda_fusions(vllm_config)
@@ -99,7 +99,6 @@ class PlatformOverlay:
         if cls.vllm_fl_device is not None and parallel.worker_cls == "auto":
             parallel.worker_cls = cls.vllm_fl_device.worker_class
         super().check_and_update_config(vllm_config)  # type: ignore[misc]
-        from .carried import carry_startup, is_planned
         from .planning import apply, facts_of, plan_for, refuse_unverified
         from .worker import wrap_worker
 
