@@ -142,10 +142,8 @@ def disable_built(
     it. The plan still names the implementation, so the engine gets another digest. Without a
     function, raises StartError."""
     if disable is None:
-        fault = f"rank {why.rank}: {_fault(key, why)}"
-        text = f"vllm-fl: engine startup failed: {fault}. The layers are built with it. "
-        text += f"{stock_setting([key])} selects vLLM's code"
-        raise StartError(text, op=key[0], impl=key[1], failures=(fault,))
+        faults = (f"rank {why.rank}: {_fault(key, why)}",)
+        raise _start_error({key: why}, "", ". The layers are built with it", failures=faults)
     _note_disabled(engine, {key: why})
     engine.plan.record.demote(*key, why.reason)
     engine.digest = digest({"bound": engine.digest, "disabled": key[1]})
@@ -268,12 +266,17 @@ def _end_for(engine: Engine, moment: Moment, new: Mapping[Key, Disabled]) -> Non
     is_strict = bool(ending) and engine.facts.settings.policy.strict
     if not is_strict and (moment is not Moment.CACHED or engine.plan.mode == "eager"):
         return
-    found, how = (ending, " in strict mode") if is_strict else (new, "")
-    text = "; ".join(f"rank {e.rank}: {_fault(key, e)}" for key, e in found.items())
-    text += "" if is_strict else ". The model is compiled with it"
-    op, impl_id = next(iter(found))
-    text = f"{how}: {text}. {stock_setting(found)} selects vLLM's code"
-    raise StartError(f"vllm-fl: engine startup failed{text}", op=op, impl=impl_id)
+    if is_strict:
+        raise _start_error(ending, " in strict mode", "")
+    raise _start_error(new, "", ". The model is compiled with it")
+
+
+def _start_error(faults: Mapping[Key, Disabled], how: str, then: str, **more: Any) -> StartError:
+    """Return the error for implementations that end the startup; `then` says why they do."""
+    text = "; ".join(f"rank {each.rank}: {_fault(key, each)}" for key, each in faults.items())
+    op, impl_id = next(iter(faults))
+    text = f"vllm-fl: engine startup failed{how}: {text}{then}. {stock_setting(faults)} selects "
+    return StartError(f"{text}vLLM's code", op=op, impl=impl_id, **more)
 
 
 def _fault(key: Key, disabled: Disabled) -> str:
