@@ -6,10 +6,10 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
+from operate.test_metrics import until
 
 from vllm_fl_tools.operate import scraping
 from vllm_fl_tools.operate.scraping import Scraped
@@ -98,8 +98,7 @@ def test_a_scrape_has_the_counts_of_now(tmp_path: Path) -> None:
     own = tmp_path / "chat.rank0.prom"
     file = StateFile(named, own, lambda: text(0, count[0]))
     try:
-        while not own.exists():
-            time.sleep(0.01)
+        until(own.exists, "it is written")
         for count[0] in range(5):
             assert samples(scraped).get("0", 0) == count[0]
     finally:
@@ -114,8 +113,7 @@ def test_a_first_count_is_written_at_once(tmp_path: Path) -> None:
         has_counted=lambda: bool(count[0]),
     )
     for count[0] in (0, 7):
-        while not path.exists() or f" {count[0]}\n" not in path.read_text():
-            time.sleep(0.01)
+        until(lambda: path.exists() and f" {count[0]}\n" in path.read_text(), "it is written")
     file.close()
 
 
