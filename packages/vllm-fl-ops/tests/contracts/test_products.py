@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -224,6 +225,23 @@ def test_roundings_that_libraries_have_are_right(op: str, what: str, dtype: torc
     every = [served(op, dtype, large, sizes) for large in (False, True)]
     samples = [*known_contracts().contracts[op].samples(dtype, CPU), *every[0], *every[1]]
     assert not found(op, samples, dtype, ALLOWED[what][1])
+
+
+@by_dtype([("fused_experts",)])
+def test_experts_whose_every_step_is_rounded_are_right(op: str, dtype: torch.dtype) -> None:
+    def rounded(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, *_: Any) -> Any:
+        total = torch.zeros_like(x, dtype=torch.float64)
+        for expert, taken in itertools.product(range(len(w13)), range(ids.shape[1])):
+            token = (ids[:, taken] == expert).nonzero().flatten()
+            inner = silu_of((x[token].double() @ w13[expert].double().t()).to(dtype))
+            result = (inner.double() @ w2[expert].double().t()).to(dtype)
+            total[token] += (result * weights[token, taken, None]).to(dtype)
+        return total.to(dtype)
+
+    more = {"experts": 8, "experts_per_token": 2, "expert_intermediate": 384}
+    sizes = ModelSizes(hidden=4096, tokens=(256,), more=more)
+    for large in (False, True):
+        assert not found(op, served(op, dtype, large, sizes), dtype, rounded)
 
 
 def rounded_at_each_step(x: Tensor, weight: Tensor, bias: Any = None) -> Tensor:
