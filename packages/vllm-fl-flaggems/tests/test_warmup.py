@@ -36,9 +36,9 @@ NARROW = ModelSizes(72, 75, 6, 2, 12, 12, max_position=64, more=MORE)
 """Widths not divisible by 16: the token count decides whether the products are."""
 
 OF_SEQUENCES = {"recurrent_gated_delta_rule"}
-NOT_WARMABLE = {"fused_experts", "moe_align_block_size"}
-"""Ops without samples by token count; and ops with a kernel that is compiled for most token counts
-despite the warm-up, because FlagGems computes constants from the count."""
+NOT_WARMABLE = {"fused_experts"}
+"""Ops without samples by token count; and ops with a kernel that may be compiled after the warm-up,
+because FlagGems changes its tiles at token counts that end no bucket."""
 
 
 @pytest.fixture(scope="module")
@@ -86,4 +86,4 @@ def test_nothing_is_compiled_after_a_warm_up(op: str, impls: dict[str, OpImpl]) 
 @pytest.mark.parametrize("op", sorted(NOT_WARMABLE))
 def test_what_no_warm_up_helps_is_known(op: str, impls: dict[str, OpImpl]) -> None:
     """If this fails, move the op to the others and update the docs."""
-    assert compiled_later(impls[op], warm_counts(LARGEST))
+    assert 0 < len(compiled_later(impls[op], warm_counts(LARGEST))) < 5

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from ..loading import flag_gems_module
 from . import implementation
-from .routing import check_ids, of_experts
+from .routing import check_ids, in_powers, of_experts
 
 ROWS = 4
 """Weight rows per program of the kernels for few tokens. The fastest, with their blocks, on an H200
@@ -110,9 +110,11 @@ def of_few_tokens(
 def _kernels() -> Any:
     """Return FlagGems's module.
 
-    The module repeats its warnings in every call; each is logged only once.
+    The module repeats its warnings in every call; each is logged only once. It sorts rows by
+    `in_powers`, in whole blocks, because its own function compiles kernels for each number of rows.
     """
     module = flag_gems_module("fused.fused_moe")
+    module.moe_align_block_size = partial(in_powers, pad_sorted_ids=True)
     said: set[str] = set()
 
     def is_new(record: logging.LogRecord) -> bool:

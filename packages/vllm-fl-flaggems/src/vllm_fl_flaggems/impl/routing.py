@@ -84,30 +84,45 @@ def moe_align_block_size(
     """Sort rows by expert and pad each expert's rows to whole blocks.
 
     The kernels write outside their memory for an invalid id. Therefore rows without an expert on
-    this rank get an extra expert after all others, and the blocks of that expert are removed.
-    Invalid ids raise IndexError on the CPU only.
+    this rank get the extra expert of `in_powers`. Invalid ids raise IndexError on the CPU only.
     """
-    gems = flag_gems()
-    rows = topk_ids.numel()
-    most = rows + num_experts * (block_size - 1)
-    if pad_sorted_ids:
-        most = -(-most // block_size) * block_size
-    length = min(rows * block_size, most)
-    if not rows:
+    if not topk_ids.numel():
         none = topk_ids.new_empty(0, dtype=torch.int32)
         return none, none.clone(), none.new_zeros(1)
     ids, absent = of_experts(topk_ids, num_experts)
     if expert_map is not None and ignore_invalid_experts:
-        ids = expert_map[ids]
+        ids, expert_map = expert_map[ids], None
         absent = absent | (ids < 0)
-    ids = ids.masked_fill(absent, num_experts).contiguous()
-    sorted_token_ids, expert_ids, used = gems.moe_align_block_size(ids, block_size, num_experts + 1)
-    used -= (absent.sum() + block_size - 1) // block_size * block_size
-    expert_ids = expert_ids[: -(-length // block_size)]
-    if expert_map is not None and not ignore_invalid_experts:
+    ids = ids.masked_fill(absent, num_experts)
+    return in_powers(ids, block_size, num_experts, expert_map, pad_sorted_ids, absent.sum())
+
+
+def in_powers(
+    ids: torch.Tensor,
+    block_size: int,
+    num_experts: int,
+    expert_map: torch.Tensor | None = None,
+    pad_sorted_ids: bool = False,
+    absent: torch.Tensor | int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Run FlagGems's `moe_align_block_size` with added rows, up to a power of two.
+
+    Its kernels are compiled for each number of rows. The added rows, and `absent` other rows, have
+    an extra expert, `num_experts`. Its blocks are after all others and are removed.
+    """
+    rows = ids.numel()
+    most = rows + num_experts * (block_size - 1)
+    most += -most % block_size if pad_sorted_ids else 0
+    length = min(rows * block_size, most)
+    padded = ids.new_full((1 << (rows - 1).bit_length(),), num_experts)
+    padded[:rows] = ids.flatten()
+    places, experts, used = flag_gems().moe_align_block_size(padded, block_size, num_experts + 1)
+    used -= (absent + len(padded) - rows + block_size - 1) // block_size * block_size
+    experts = experts[: -(-length // block_size)]
+    if expert_map is not None:
         # The extra expert's blocks are after the used blocks, so their result is not read.
-        expert_ids = expert_map[expert_ids.clamp(max=num_experts - 1)]
-    return sorted_token_ids[:length], expert_ids, used
+        experts = expert_map[experts.clamp(max=num_experts - 1)]
+    return places[:length].clamp(max=rows), experts, used
 
 
 def moe_sum(
