@@ -102,6 +102,7 @@ def served(multimodal: bool = False, **settings: Any) -> Any:
 
 ACTIVATIONS = {
     "fatrelu_and_mul": served(hidden_act="fatrelu"),
+    "gelu_and_mul": served(hidden_activation="gelu_pytorch_tanh"),
     "gelu_and_mul_sparse": served(text_config={"activation_sparsity_pattern": [0.95]}),
     "gelu_fast": served(projector_hidden_act="GELU_FAST"),
     "gelu_new": served(activation_function="gelu_new"),
@@ -119,5 +120,5 @@ def test_an_activation_is_planned_for_models_that_have_it(op: str) -> None:
     when = known_contracts().bindings[op].when
     assert when is not None and when(ACTIVATIONS[op])
     assert not when(served(model_type="qwen3", hidden_act="silu", rope_scaling=None))
-    if op in ("gelu_fast", "gelu_new", "mul_and_silu", "quick_gelu", "relu2"):
+    if op in ("gelu_and_mul", "gelu_fast", "gelu_new", "mul_and_silu", "quick_gelu", "relu2"):
         assert when(served(multimodal=True, hidden_act="silu")), "it does not tell all of its own"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from vllm_fl_ops.contracts.moe_align_block_size import places
+
 from ..kernels import contiguous
 from ..loading import flag_gems
 from . import implementation
@@ -111,18 +113,16 @@ def in_powers(
     an extra expert, `num_experts`. Its blocks are after all others and are removed.
     """
     rows = ids.numel()
-    most = rows + num_experts * (block_size - 1)
-    most += -most % block_size if pad_sorted_ids else 0
-    length = min(rows * block_size, most)
+    length = places(rows, block_size, num_experts, pad_sorted_ids)
     padded = ids.new_full((1 << (rows - 1).bit_length(),), num_experts)
     padded[:rows] = ids.flatten()
-    places, experts, used = flag_gems().moe_align_block_size(padded, block_size, num_experts + 1)
+    order, experts, used = flag_gems().moe_align_block_size(padded, block_size, num_experts + 1)
     used -= (absent + len(padded) - rows + block_size - 1) // block_size * block_size
     experts = experts[: -(-length // block_size)]
     if expert_map is not None:
         # The extra expert's blocks are after the used blocks, so their result is not read.
         experts = expert_map[experts.clamp(max=num_experts - 1)]
-    return places[:length].clamp(max=rows), experts, used
+    return order[:length].clamp(max=rows), experts, used
 
 
 def moe_sum(

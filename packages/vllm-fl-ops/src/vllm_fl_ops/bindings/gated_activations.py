@@ -95,6 +95,7 @@ BINDING: Mapping[str, Binding] = {
         activation_operator("_C::gelu_and_mul", approximate="none"),
         activation_operator("_C::gelu_tanh_and_mul", approximate="tanh"),
         not_reached=(EXPERTS,),
+        when=mentions("gelu", or_multimodal=True),
     ),
     "gelu_and_mul_sparse": activation_binding(
         "GeluAndMulSparse",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_fl.contracts.binding import Binding, Bound, FunctionTarget, LayerTarget, Route
 
 from ._experts import EXPERT_COUNT, EXPERT_GROUPS, EXPERTS_OF_A_TOKEN, GROUPS_OF_A_TOKEN
-from ._models import has_experts
+from ._models import has_experts, mentions
 from ._phrases import names
 
 if TYPE_CHECKING:
@@ -86,5 +86,5 @@ BINDING = Binding(
         "vLLM's CPU build: compiled models, where routing is part of the graph, and releases "
         "without their own router",
     ),
-    when=has_experts,
+    when=lambda config: has_experts(config) and mentions("group")(config),
 )
