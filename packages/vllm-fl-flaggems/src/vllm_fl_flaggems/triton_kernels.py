@@ -96,7 +96,7 @@ def qk_norm_rope_kernel(
         tl.store(rows + beyond[None, :], rest.to(dtype), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["block_size", "heads"])
 def reshape_and_cache_kernel(
     key_ptr,
     value_ptr,
