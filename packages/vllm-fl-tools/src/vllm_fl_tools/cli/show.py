@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Return 0. Raises UsageError if a file's kind is unknown."""
     files = [_current(path) for path in arguments.files]
     if arguments.html is None:
-        shown = [_as_json(each) for each in files] if arguments.json else []
+        shown = [_as_json(each) for each in files]  # also a check, before anything is printed
         print_answer({"files": shown}, lambda _: _show(files), as_json=arguments.json)
         return 0
     from ._page import KINDS, ResultFile, benchmark_report
