@@ -316,7 +316,7 @@ def _expert_of(ids_ptr, map_ptr, pair, known):
     return tl.where(is_known, expert, -1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k", "known"])
 def experts_inner_kernel(
     x_ptr,
     w13_ptr,
@@ -364,7 +364,7 @@ def experts_inner_kernel(
         tl.store(inner_ptr + pair * width + row, inner, mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k", "known"])
 def experts_outer_kernel(
     inner_ptr,
     w2_ptr,
