@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from vllm_fl import Availability
+from vllm_fl_ops.contracts.moe_align_block_size import places
 
 from . import implementation, kernel, packed
 
@@ -110,10 +111,7 @@ def moe_align_block_size(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sort rows by expert, in arbitrary order within an expert, and pad them to whole blocks."""
     ids, rows = topk_ids.contiguous(), topk_ids.numel()
-    most = rows + num_experts * (block_size - 1)
-    if pad_sorted_ids:
-        most = -(-most // block_size) * block_size
-    length = min(rows * block_size, most)
+    length = places(rows, block_size, num_experts, pad_sorted_ids)
     sorted_token_ids = ids.new_empty(length, dtype=torch.int32)
     expert_ids = ids.new_empty(-(-length // block_size), dtype=torch.int32)
     if not rows:  # a grid of no programs is an error

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..kernels import contiguous, launchable, warps
+from ..kernels import contiguous, launchable, power_of_two, warps
 from ..loading import flag_gems
 from . import implementation
 
@@ -69,7 +69,7 @@ def _launch(
     """Launch a program per row. Both kernels expect the strides of two contiguous tensors."""
     hidden = weight.shape[0]
     rows = tensors[0].shape[:-1].numel()
-    block = 1 << max(hidden - 1, 0).bit_length()
+    block = max(power_of_two(hidden), 1)
     strides = (hidden, 1, hidden, 1)
     with torch.cuda.device(weight.device):
         kernel[(rows,)](
@@ -103,7 +103,7 @@ def layer_norm(
         normed: torch.Tensor = flag_gems().layer_norm(x, x.shape[-1:], weight, bias, epsilon)[0]
         return normed
     rows = x.shape[:-1].numel()
-    block = min(1 << (hidden - 1).bit_length(), LONGEST_ROW)
+    block = min(power_of_two(hidden), LONGEST_ROW)
     normed = x.new_empty(x.shape)
     # The kernels always write these, for gradients.
     mean, spread = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from ..kernels import launchable, warps
+from ..kernels import launchable, power_of_two, warps
 from ..loading import flag_gems
 from . import implementation
 
@@ -42,7 +42,7 @@ def rotary_embedding(
     aside = _side_by_side(q, k)
     if aside > 1:
         positions = positions.unsqueeze(1).expand(-1, aside).reshape(-1)
-    block = max(1 << (rotary - 1).bit_length(), SMALLEST_BLOCK)
+    block = max(power_of_two(rotary), SMALLEST_BLOCK)
     with torch.cuda.device(q.device):
         kernel[(len(positions),)](
             q_out,

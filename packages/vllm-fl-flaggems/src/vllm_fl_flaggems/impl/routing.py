@@ -6,7 +6,7 @@ import torch
 
 from vllm_fl_ops.contracts.moe_align_block_size import places
 
-from ..kernels import contiguous
+from ..kernels import contiguous, power_of_two
 from ..loading import flag_gems
 from . import implementation
 
@@ -114,7 +114,7 @@ def in_powers(
     """
     rows = ids.numel()
     length = places(rows, block_size, num_experts, pad_sorted_ids)
-    padded = ids.new_full((1 << (rows - 1).bit_length(),), num_experts)
+    padded = ids.new_full((power_of_two(rows),), num_experts)
     padded[:rows] = ids.flatten()
     order, experts, used = flag_gems().moe_align_block_size(padded, block_size, num_experts + 1)
     used -= (absent + len(padded) - rows + block_size - 1) // block_size * block_size
