@@ -495,7 +495,7 @@ Run = tuple[envs.Env, tuple[str, ...], dict[str, str]]
 
 
 def cpu_run(session: nox.Session) -> Run:
-    """Kernels on this machine's CPU, with times: run nothing else on it."""
+    """Kernels on this machine's CPU."""
     return over(session, with_vllm(session), *KIT, REFERENCE, CPU), (), {}
 
 
@@ -503,8 +503,8 @@ def ascend_run(session: nox.Session) -> Run:
     """Emulated Ascend kernels."""
     wheel = {"TORCH_NPU_WHEEL": str(envs.torch_npu_wheel())}
     what = (
-        f"Ascend by torch_npu {envs.TORCH_NPU}'s real schemas and meta functions, with numerics of "
-        "our own on the CPU"
+        f"Ascend by torch_npu {envs.TORCH_NPU}'s real schemas and meta functions, with emulated "
+        "numerics on the CPU"
     )
     options = ("--impl", "vendor.ascend", "--device", "cpu", "--emulated", what)
     env = over(session, with_vllm(session), *KIT, ASCEND)

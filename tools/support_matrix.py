@@ -23,8 +23,8 @@ SHOWN = 10
 RUNS = ROOT / "docs" / "support"
 PAGE = ROOT / "docs" / "support-matrix.md"
 
-LAYOUT = re.compile(r", \w+ (numbers apart|transposed in memory)$")
-"""Suffix of a sample's name for another memory layout of one of its arguments."""
+VARIANT = re.compile(r", (\w+ (numbers apart|transposed in memory)|300 rows)\b")
+"""Part of a sample's name for a layout of one of its arguments, or for more rows."""
 
 INTRODUCTION = """\
 # Support matrix
@@ -37,16 +37,13 @@ A cell contains
 
 - how many samples of the contract are supported;
 - the largest error, relative to the contract's tolerance (limit: 1);
-- whether a token has the same bits in any batch, if the run measured it (an engine can require it:
-  `VLLM_FL_REQUIRE=batch_invariant`);
-- the median time of a call with the sizes of Qwen3-0.6B, if measured: from the call in Python until
-  the device has finished.
+- whether a token has equal bits in any batch. `VLLM_FL_REQUIRE=batch_invariant` allows only
+  such implementations.
 
 An implementation declines an unsupported sample with a reason, and another implementation runs it.
-Times of different runs cannot be compared.
 
-Each section is one run, with its date and versions. Operators and implementations added later are
-missing until the run is repeated.
+Each section has its date and versions. Operators and implementations added later are missing until
+the run is repeated.
 """
 
 
@@ -65,7 +62,7 @@ def page(runs: Mapping[str, Mapping[str, Any]]) -> str:
     for name, run in sorted(runs.items()):
         if run.get("schema") != 1 or not run.get("results"):
             raise ValueError(f"{name} is not an output of `vllm-fl verify --json` with results")
-        if not run.get("complete", True):
+        if not run["complete"]:
             raise ValueError(f"{name} is an incomplete run")
         lines.append(_summary(name, run))
         sections += ["", *_section(name, run)]
@@ -76,10 +73,10 @@ def _summary(name: str, run: Mapping[str, Any]) -> str:
     """A table row: number of implementations with batch-independent bits in all dtypes."""
     same: dict[tuple[str, str], list[bool]] = {}
     for result in run["results"]:
-        found = result.get("determinism") or {}  # missing in older runs
+        found = result["determinism"] or {}
         if found.get("batches") is not None:
             same.setdefault((result["op"], result["impl_id"]), []).append(found["batches"])
-    said = f"{sum(map(all, same.values()))} of {len(same)}" if same else "not measured"
+    said = f"{sum(map(all, same.values()))} of {len(same)}"
     dtypes = ", ".join(dict.fromkeys(r["dtype"] for r in run["results"]))
     return _row(f"[{name}](support/{name})", run["date"][:10], dtypes, said)
 
@@ -113,7 +110,7 @@ def _section(name: str, run: Mapping[str, Any]) -> Iterator[str]:
         yield _row(f"`{op}`", f"`{impl_id}`", *(cells.get(dtype, "–") for dtype in dtypes))
     if refusals := list(_refusals(run["results"])):
         yield ""
-        yield "Samples that are unsupported in a dtype (other layouts of them are not listed):"
+        yield "Unsupported samples (other layouts of them, and batches of 300, are not listed):"
         yield ""
         yield _row("operator", "implementation", "samples")
         yield _row(*["---"] * 3)
@@ -129,18 +126,16 @@ def _cell(result: Mapping[str, Any]) -> str:
     if not samples["ok"]:
         return "unsupported"
     parts = [f"{samples['ok']} of {total}", f"{result['worst']:.2f}"]
-    same = result.get("determinism") or {}  # missing in older runs
+    same = result["determinism"] or {}
     if same.get("runs") is False:
         parts.append("bits differ by run")
     elif same.get("batches") is not None:
         parts.append("any batch" if same["batches"] else "bits differ by batch")
-    if result.get("call") is not None:  # older runs have times
-        parts.append(f"{result['call']['microseconds']:.0f} µs")
     return ", ".join(parts)
 
 
 def _refusals(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Table rows of refused samples; other layouts of a refused sample are omitted."""
+    """Table rows of refused samples; variants of a refused sample are omitted."""
     samples: dict[tuple[str, str], dict[str, None]] = {}
     for result in results:
         for finding in result["findings"]:
@@ -148,7 +143,7 @@ def _refusals(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
                 found = samples.setdefault((result["impl_id"], result["op"]), {})
                 found[finding["sample"]] = None
     for (impl_id, op), found in sorted(samples.items()):
-        names = [name for name in found if LAYOUT.sub("", name) not in found.keys() - {name}]
+        names = [name for name in found if VARIANT.sub("", name) not in found.keys() - {name}]
         further = f"; and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         shown = "; ".join(map(_text, names[:SHOWN]))
         yield _row(f"`{op}`", f"`{impl_id}`", shown + further)

@@ -16,9 +16,9 @@ DOCS = ROOT / "docs"
 
 
 def pages() -> list[Path]:
-    """All pages except the generated ones (ops, wrong kernels)."""
-    made = (DOCS / "ops", DOCS / "wrong-kernels")
-    written = (path for path in DOCS.rglob("*.md") if path.parent not in made)
+    """All pages except the generated ones (ops, wrong kernels, the support matrix)."""
+    made = {DOCS / "ops", DOCS / "wrong-kernels", DOCS / "support-matrix.md"}
+    written = (path for path in DOCS.rglob("*.md") if made.isdisjoint((path, path.parent)))
     return sorted([*written, *ROOT.glob("*.md")])
 
 
