@@ -15,7 +15,8 @@ import torch
 
 from vllm_fl.contracts import OpSpec
 from vllm_fl.plugins.registry import known_contracts
-from vllm_fl_tools.testing.families import FAMILIES, smaller
+from vllm_fl_tools.testing.families import FAMILIES
+from vllm_fl_verify.batches import FIXED_COUNTS
 
 from .corpus import KINDS, LATENT, MIXED, Wrong, corpus
 
@@ -198,10 +199,11 @@ def _row(wrong: Wrong) -> str:
 def _untried() -> str:
     """What no call of a served model's sizes has, by op: such calls at all, an argument, or the
     model's own size."""
-    lines, narrow = [], smaller(known_contracts().contracts)
-    public = [dataclasses.replace(f.sizes, tokens=(1,), max_position=64) for f in FAMILIES]
+    lines = []
     for op, spec in sorted(known_contracts().contracts.items()):
         device, dtype = torch.device("meta"), _dtype(spec)
+        counts = FIXED_COUNTS if spec.fixed_batch else (1,)
+        public = [dataclasses.replace(f.sizes, tokens=counts, max_position=64) for f in FAMILIES]
         models = (*MODELS, *public)
         calls = [call for sizes in models for call in spec.served(sizes, dtype, device)]
         if not calls:
@@ -211,8 +213,11 @@ def _untried() -> str:
         never = [name for name in spec.parameters if all(args[name] is None for args in given)]
         if never:
             lines.append(f"- `{op}`: no call has {_listed(never)}.")
-        if op in narrow:
-            lines.append(f"- `{op}`: {narrow[op]}.")
+        for family, sizes in zip(FAMILIES, public, strict=True):
+            reasons = (call.smaller for call in spec.served(sizes, dtype, device))
+            if some := [*dict.fromkeys(filter(None, reasons))]:
+                lines.append(f"- `{op}`: {'; '.join(some)} (of {family.name.partition('/')[2]}).")
+                break
     return "\n".join(lines) or "None."
 
 

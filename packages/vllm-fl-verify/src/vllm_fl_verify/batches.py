@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["POOL", "FIXED_COUNTS", "Order", "rows", "tokens"]
-
 POOL = 251
 """Number of distinct rows in batches. It is a prime, so a kernel with a grid that wraps at a power
 of two reads a different row."""

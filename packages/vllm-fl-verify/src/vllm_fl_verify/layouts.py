@@ -13,8 +13,6 @@ from vllm_fl.contracts.spec import OpSpec, Sample
 
 from .guarded import taken
 
-__all__ = ["enlarged", "relaid"]
-
 ROWS = 300
 """Rows of an enlarged sample: more than a tile of 256."""
 

@@ -15,7 +15,7 @@ is compared, with a size that is drawn, and its kernels are compiled as usual.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -81,7 +81,8 @@ def find_faults(request: Request) -> Findings:
     if unknown:
         found.remarks.append(f"not verified at the model's sizes: {', '.join(unknown)}")
     for phrase, names in startup.left_out.items():
-        found.remarks.append(f"{phrase}: {_few(names)}")
+        further = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        found.remarks.append(f"{phrase}: {', '.join(sorted(names)[:3])}{further}")
     return found
 
 
@@ -146,8 +147,3 @@ def _check(run: Run) -> Objection | None:
         process_state.restore(run.before, run.trials.device)
         if others := run.before.others:
             run.startup.left_out["not monitored, since other threads change it"] |= others
-
-
-def _few(names: Collection[str], at_most: int = 3) -> str:
-    further = f" and {len(names) - at_most} more" if len(names) > at_most else ""
-    return ", ".join(sorted(names)[:at_most]) + further

@@ -118,14 +118,12 @@ def table(
     return cache.to(source.device, dtype or source.dtype)
 
 
-def _positions(
-    source: Source, tokens: int, max_position: int, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def _positions(source: Source, tokens: int, max_position: int) -> torch.Tensor:
     """Positions that are not in order, and repeat after `max_position` tokens."""
     import torch
 
     ids = torch.arange(tokens, device=source.device) * 31 + 7
-    return (ids % max_position).to(dtype or torch.int64)
+    return ids % max_position
 
 
 def heads_of_qkv(

@@ -42,11 +42,10 @@ def takes_model(parser: argparse.ArgumentParser, text: str, *, required: bool = 
     )
 
 
-def asked_of(arguments: argparse.Namespace, *, offline: bool = False) -> list[Described]:
+def asked_of(arguments: argparse.Namespace) -> list[Described]:
     """Return the engines that a verb's `--mode`, `--model` and other arguments describe.
 
-    The list is empty for a script. Without a model, it has one engine for each mode. `offline` is
-    passed to `engine_of`.
+    The list is empty for a script. Without a model, it has one engine for each mode.
 
     Raises:
         UsageError, VllmFLError: like `check_words`, `engine_of` and `any_engines`.
@@ -60,7 +59,7 @@ def asked_of(arguments: argparse.Namespace, *, offline: bool = False) -> list[De
     given = {*map(option_of, arguments.more)}
     is_given = not given.isdisjoint(("--enforce-eager", "--no-enforce-eager"))
     eager = ["--enforce-eager"] * (mode == "eager" and not is_given)
-    engine = engine_of(model, [*arguments.more, *eager], offline=offline)
+    engine = engine_of(model, [*arguments.more, *eager])
     if mode not in (None, engine.facts.mode):
         raise UsageError(f"--mode {mode}: with these arguments the engine is {engine.facts.mode}")
     return [engine]

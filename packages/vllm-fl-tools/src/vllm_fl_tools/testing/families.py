@@ -27,7 +27,6 @@ __all__ = [
     "calls_of",
     "families_of",
     "served_dtype",
-    "smaller",
 ]
 
 log = get_logger("testing")
@@ -173,21 +172,3 @@ def calls_of(spec: OpSpec, name: str, device: Any) -> Iterator[Sample]:
         sizes = replace(family.sizes, tokens=(count,), max_position=length)
         for sample in spec.served(sizes, dtype, device):
             yield as_provided(spec, sample, provided)
-
-
-def smaller(specs: Mapping[str, OpSpec]) -> dict[str, str]:
-    """Return op -> how startup verification and the kit reduce the size of its calls."""
-    found: dict[str, str] = {}
-    for op, spec in specs.items():
-        dtype = getattr(torch, served_dtype(spec))
-        phrases: dict[str, list[str]] = {}
-        for family in FAMILIES:
-            counts = FIXED_COUNTS if spec.fixed_batch else COUNTS[:1]
-            sizes = replace(family.sizes, tokens=counts, max_position=64)
-            reasons = (call.smaller for call in _made(spec, sizes, dtype))
-            if some := [*dict.fromkeys(filter(None, reasons))]:
-                phrases[family.name.partition("/")[2]] = some
-        if phrases:
-            name, some = next(iter(phrases.items()))
-            found[op] = f"{'; '.join(some)} (of {name})"
-    return found
