@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 
@@ -15,7 +16,7 @@ from vllm_fl.contracts import ModelSizes
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl_verify.budget import Budget, Valve
 from vllm_fl_verify.preflight import Findings, find_faults
-from vllm_fl_verify.trials import Request, Role, Trials
+from vllm_fl_verify.trials import Request, Role, Trials, without_old_objects
 
 SIZES = ModelSizes(64, 96, 4, 2, 16, 16, tokens=(1, 700))
 CPU = torch.device("cpu")
@@ -34,6 +35,18 @@ def verified(valve: Valve) -> tuple[Findings, list[str]]:
     found = find_faults(Request([role], torch.bfloat16, CPU, SIZES, seed=7, valve=valve))
     assert not found.objections
     return found, seen
+
+
+def test_objects_that_vllm_has_frozen_remain_frozen() -> None:
+    gc.freeze()
+    try:
+        for before in (gc.get_freeze_count(), 0):
+            with without_old_objects():
+                assert gc.get_freeze_count() > 0
+            assert gc.get_freeze_count() == before
+            gc.unfreeze()
+    finally:
+        gc.unfreeze()
 
 
 def test_a_seed_decides_what_is_tried_until_the_valve_closes(
