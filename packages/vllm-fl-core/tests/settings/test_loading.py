@@ -200,7 +200,7 @@ def test_a_whitelist_a_blacklist_or_an_error(write: Write, prefix: str) -> None:
     assert settings[f"{prefix}_whitelist"].value == ("c",)
     assert settings[f"{prefix}_blacklist"].value == ()
     assert settings[f"{prefix}_blacklist"].overrides == ((("a", "b"), f"{path}:1 (acme)"),)
-    assert settings[f"{prefix}_blacklist"].origin == f"environment {white}"
+    assert settings[f"{prefix}_blacklist"].origin == f"cleared by {prefix}_whitelist"
     files = [("acme", write("p.yaml", f"{prefix}_whitelist: [a]"))]
     settings = load_settings({black: "b"}, platform_files=files)
     assert settings[f"{prefix}_whitelist"].value is None
@@ -597,6 +597,12 @@ def test_an_absent_plugins_settings_are_kept_shown_and_unchecked(write: Write) -
 
 
 # Pickling.
+
+
+def test_a_list_that_another_has_cleared_is_not_chosen_in_any_process() -> None:
+    settings = load_settings({"VLLM_FL_FLAGOS_WHITELIST": "c"})
+    for each in (settings, pickle.loads(pickle.dumps(settings))):
+        assert [*each.chosen] == ["flagos_whitelist"]
 
 
 def test_merged_settings_travel(write: Write) -> None:

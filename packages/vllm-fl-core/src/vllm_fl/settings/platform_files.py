@@ -64,9 +64,9 @@ def close_pairs(layer: Entries, declared: Declared) -> None:
                 f"{black} is also set ({layer[black].origin}); use only one of them",
             )
         if white in layer:
-            layer[black] = Setting(black, (), layer[white].origin)
+            layer[black] = Setting(black, (), f"cleared by {white}")
         elif black in layer:
-            layer[white] = Setting(white, None, layer[black].origin)
+            layer[white] = Setting(white, None, f"cleared by {black}")
 
 
 def _united(settings: Sequence[Setting], spec: SettingSpec[object] | None) -> Setting:

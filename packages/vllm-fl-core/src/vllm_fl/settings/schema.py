@@ -269,11 +269,8 @@ class Settings(Mapping[str, Setting]):
 
     @property
     def chosen(self) -> dict[str, Setting]:
-        paired = {key for pair in pairs(self.declared) for key in pair}
         chosen = {}
         for key, setting in self.items():
-            if key in paired and not setting.value:
-                continue  # the other list of the pair cleared it
             in_file = self.config is not None and setting.origin.startswith(f"{self.config}:")
             by_variable = setting.origin.startswith(("environment ", COMMAND_LINE))
             if in_file or by_variable or f"(environment {OP_CONFIG})" in setting.origin:
