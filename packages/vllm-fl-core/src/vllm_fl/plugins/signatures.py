@@ -53,7 +53,7 @@ def fitted(impl: OpImpl, spec: OpSpec) -> OpImpl:
     that the contract allows.
     """
     fn, supports, available = impl.fn, impl.supports, impl.available
-    if impl.takes is not None and not impl.needs_layer:
+    if impl.takes is not None:
         rules: Any = supports_of(spec, impl.takes)
         if impl.traceable and not impl.takes:  # with `supports` it would be opaque
             fn = with_check(fn, rules)

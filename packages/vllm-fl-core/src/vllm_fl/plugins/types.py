@@ -143,7 +143,7 @@ class OpImpl(_Impl):
 
     Raises:
         ValueError: a VENDOR has no vendor or an id that is not `vendor.<vendor>`; a name is not an
-            identifier; or both `takes` and `supports` are set.
+            identifier; both `takes` and `supports` are set, or either although `fn` needs a layer.
         TypeError: a field has a wrong type.
     """
 
@@ -171,6 +171,8 @@ class OpImpl(_Impl):
         self._check(who)
         if self.takes is not None and self.supports is not None:
             raise ValueError(f"{who}: takes and supports exclude each other")
+        if self.needs_layer and (self.takes is not None or self.supports is not None):
+            raise ValueError(f"{who}: with a layer, takes and supports would have no effect")
         if isinstance(self.consumes, str):
             raise TypeError(f"{who}: consumes must be a set of parameter names, got a string")
         object.__setattr__(self, "consumes", frozenset(self.consumes))
