@@ -318,6 +318,15 @@ def test_of_what_is_overwritten_caches_alone_are_not_copied(op: str, place: int)
     assert uncopied == {name for name in spec.consumable if "cache" in name or "state" in name}
 
 
+def test_warm_calls_take_no_lock() -> None:
+    manager, layer = managing(silu("reference.torch")), object()
+    for n in range(2):
+        manager.call(OP, X)
+        manager.call_as_method(OP, layer, X)
+        if n == 0:
+            manager._lock = None  # type: ignore[assignment]
+
+
 def test_policies_of_contexts_are_freed() -> None:
     manager = managing(silu("reference.torch"))
     policies = [SelectionPolicy(deny_vendors=frozenset({f"v{n}"})) for n in range(500)]

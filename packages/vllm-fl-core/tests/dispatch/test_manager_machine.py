@@ -108,7 +108,7 @@ class Machine(RuleBasedStateMachine):
 
     # The model.
 
-    def predict(self, mistaken: bool, fused: bool) -> tuple[str, Any]:
+    def predict(self, mistaken: bool, overwrites: bool) -> tuple[str, Any]:
         """Predict (outcome, implementation) of one call; update the demotions and counts."""
         policy = self.override or self.policy
         tried = [i for i in TRIED[policy.prefer] if i not in self.demoted]
@@ -132,7 +132,7 @@ class Machine(RuleBasedStateMachine):
                 if policy.strict:
                     return ("mistake", None) if mistaken else ("all failed", causes)
                 continue
-            if policy.strict or (fused and IMPLS[impl_id][1]):
+            if policy.strict or (overwrites and IMPLS[impl_id][1]):
                 return "raised", impl_id
             self.demoted.add(impl_id)
             causes.append(impl_id)
@@ -183,7 +183,8 @@ class Machine(RuleBasedStateMachine):
         if block is not None:
             self.override = SelectionPolicy(prefer=block, strict=strict)
         before = copy.copy(self.demoted)
-        what, who = self.predict(mistaken, fused)
+        granted = fused and form == "granted"  # otherwise it overwrites copies
+        what, who = self.predict(mistaken, granted)
         try:
             if self.override is not None:
                 with policy_context(self.override):
@@ -199,7 +200,7 @@ class Machine(RuleBasedStateMachine):
             may_raise = what in ("mistake", "sticky", "nothing left", "all failed")
             assert may_raise or not isinstance(result, Exception)
             assert what == "sticky" or self.demoted == before, "a caller's mistake never demotes"
-        if fused:
+        if granted:
             new = {impl_id for _, impl_id in self.manager.demotions} - before
             assert not any(IMPLS[impl_id][1] for impl_id in new), "one that consumes"
         self.check(result, what, who, inputs)

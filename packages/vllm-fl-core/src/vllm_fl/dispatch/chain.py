@@ -167,7 +167,7 @@ class Chain:
                 )
         elif (
             self.strict
-            or self._consumed(impl, call)
+            or self._consumed(impl, call) & self.grants
             or not self.record.failed(self.op, impl, outcome, last=last)
         ):
             # A fallback cannot use half overwritten arguments.

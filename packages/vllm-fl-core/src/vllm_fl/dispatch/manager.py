@@ -240,6 +240,8 @@ class OpManager:
     def _bound(self, op: str, grants: frozenset[str] | None = None) -> Bound:
         """Return `op` as a function, or as a method of layers that own `grants` if given."""
         policy, key = override.get(), op if grants is None else (op, grants)
+        if (known := self._tables.get(policy, {}).get(key)) is not None:
+            return known
         with self._lock:
             self.ensure_initialized()
             tables = self._tables
@@ -249,9 +251,8 @@ class OpManager:
             table = tables.setdefault(policy, {})
             bound = table.get(key)
             if bound is None:
-                guard = call_guard if grants is None else method_guard
                 chain = self._chain(op, without_layer=grants is None, grants=grants or frozenset())
-                bound = table[key] = guard(chain)
+                bound = table[key] = (call_guard if grants is None else method_guard)(chain)
             return bound
 
     def call(self, op_name: str, *args: Any, **kwargs: Any) -> Any:

@@ -69,7 +69,7 @@ class Record:
         """Calls by the implementation that computed them. It is empty unless calls are counted."""
         counted = {op for op, _ in list(self._asked)}
         moved = {key: count for key, count in list(self._moved.items()) if key[0] in counted}
-        return self._asked + Counter(moved)
+        return Counter(self._asked) + Counter(moved)  # copies, because other threads count
 
     def passed_over(self) -> dict[Key, str]:
         """Return (op, impl id) -> a reason, for implementations that refused calls and passed on
