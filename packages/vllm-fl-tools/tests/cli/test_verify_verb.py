@@ -46,6 +46,25 @@ def by_batch(x):
 def register_ops():
     return [act("acme"), act("bybatch", by_batch)]
 """
+SELDOM = """
+from itertools import count
+
+CALLS = count()
+
+def seldom(x):
+    if next(CALLS) == 50:
+        raise OSError("the launch failed")
+    return silu_and_mul(x)
+
+@hookimpl
+def register_ops():
+    return [act("seldom", seldom)]
+"""
+REFUSING = """
+@hookimpl
+def register_ops():
+    return [act("refusing", supports=lambda x: False)]
+"""
 INTERRUPTED = """
 def stop(x):
     raise KeyboardInterrupt
@@ -122,6 +141,18 @@ def test_bits_that_depend_on_the_batch_are_reported_and_are_not_a_fault(
     printed = fl("verify", *QUICK).out
     assert f"silu_and_mul vendor.bybatch: different bits: {other['reason']} (float32)" in printed
     assert "runs, batches" in printed
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [(SELDOM, "the launch failed"), (REFUSING, "`supports` returned no reason")],
+)
+def test_status_1_without_an_incorrect_sample(
+    fl: Command, plugin: Plugin, body: str, said: str
+) -> None:
+    plugin(body)
+    done = fl("verify", *QUICK)
+    assert (done.status, said in done.out) == (1, True)
 
 
 def test_what_a_support_matrix_needs(fl: Command, plugin: Plugin) -> None:

@@ -43,6 +43,8 @@ VARIANT = "not batch-invariant"
 
 UNKNOWN = "the sizes of its calls are unknown"
 
+UNSUPPORTED = "it does not support the model's sizes"
+
 Bits = Sequence[torch.Tensor | None]
 
 
@@ -155,7 +157,7 @@ class _Measured:
             self.whole[form.name] = yield from self.bits(form, self.pool)
         served = [form for form in forms if self.whole[form.name] is not None]
         if not served:
-            yield Determinism(None, None, "it does not support the model's sizes")
+            yield Determinism(None, None, UNSUPPORTED)
         by_rows = not spec.whole_batch or (spec.ignores_repeats and not spec.caches)
         for form in served:
             if problem := (yield from self.other_run(form)):

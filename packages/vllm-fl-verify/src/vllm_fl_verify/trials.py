@@ -345,14 +345,13 @@ def without_old_objects() -> Iterator[None]:
     objects. If the process is forked, the collector copies their memory.
 
     vLLM freezes its objects when an engine is ready. They remain frozen."""
-    if gc.get_freeze_count():
-        yield
-        return
-    gc.freeze()
+    if freezes := not gc.get_freeze_count():
+        gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if freezes:
+            gc.unfreeze()
 
 
 def release(device: torch.device) -> None:

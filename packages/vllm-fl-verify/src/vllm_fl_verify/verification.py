@@ -14,6 +14,7 @@ import torch
 
 from vllm_fl.contracts import OpSpec, Sample
 from vllm_fl.contracts.routes import aliases
+from vllm_fl.dispatch.chain import refusal
 from vllm_fl.errors import AllFailedError
 from vllm_fl.plugins.signatures import verdict_of
 from vllm_fl.plugins.types import OpImpl
@@ -295,7 +296,7 @@ def accept(impl: OpImpl, spec: OpSpec, args: Sequence[Any]) -> CallFailure | Non
     """Evaluate the implementation's `supports`. Return why it does not support a call, or None."""
     verdict, failure = attempt("its supports raised", verdict_of, impl, spec, args)
     if failure is None and verdict is not True:
-        failure = CallFailure("refused", str(verdict))
+        failure = CallFailure("refused", refusal(verdict))
     return failure
 
 

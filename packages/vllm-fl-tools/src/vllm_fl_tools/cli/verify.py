@@ -89,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Return 1 if a result is incorrect, a sample raised or timed out, or nothing was run."""
+    """Return 1 if a result is incorrect, a call raised or timed out, or no call was supported."""
     if arguments.stock:
         return _stock.run(arguments)
     if arguments.more or arguments.model or arguments.thorough:
@@ -143,8 +143,17 @@ def run(arguments: argparse.Namespace) -> int:
         end("interrupted")
         return INTERRUPTED
     print_answer(found, show, as_json=arguments.json)
-    bad = sum(r["samples"]["wrong"] + r["samples"]["raised"] for r in work.results)
-    return 1 if bad or not work.results else 0
+    bad = any(r["samples"]["wrong"] or r["samples"]["raised"] for r in work.results)
+    bad = bad or any(_failed(r["determinism"]) for r in work.results)
+    return 1 if bad or not any(r["samples"]["ok"] for r in work.results) else 0
+
+
+def _failed(found: Mapping[str, Any] | None) -> bool:
+    """Whether a call raised or timed out when its bits were compared."""
+    from vllm_fl_verify.determinism import FIXED_BATCH, UNKNOWN, UNSUPPORTED
+
+    sound = FIXED_BATCH, UNKNOWN, UNSUPPORTED
+    return bool(found and found["runs"] is None and found["reason"] not in sound)
 
 
 def _choose(
