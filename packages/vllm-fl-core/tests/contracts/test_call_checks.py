@@ -66,5 +66,9 @@ def test_a_traceable_function_checks_the_contract_itself() -> None:
 def test_a_rule_of_another_name_is_refused() -> None:
     with pytest.raises(ValueError, match=re.escape("rms_norm: 'size > 1' uses unknown size")):
         supports_of(known_contracts().contracts["rms_norm"], ["size > 1"])
+    with pytest.raises(SyntaxError, match="'size = 1' in `takes` for rms_norm"):
+        supports_of(known_contracts().contracts["rms_norm"], ["size = 1"])
+    with pytest.raises(TypeError, match="got a string"):
+        OpImpl("rms_norm", "default.acme", BackendImplKind.DEFAULT, norm, takes="size > 1")
     with pytest.raises(ValueError, match="takes and supports exclude each other"):
         OpImpl("rms_norm", "default.acme", BackendImplKind.DEFAULT, norm, takes=(), supports=norm)

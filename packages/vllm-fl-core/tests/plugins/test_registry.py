@@ -47,7 +47,7 @@ def test_one_refused_refuses_all_of_the_call_and_a_duplicate_names_both_owners()
     assert error.distribution == "vllm-fl-beta 2.0"
     for fact in ("vllm-fl-acme 1.0", "/site/acme", "vllm-fl-beta 2.0", "/site/beta"):
         assert fact in str(error)
-    with pytest.raises(PluginError):
+    with pytest.raises(PluginError, match=r"Use a different id\."):
         registry.register_many([silu("default.flagos"), silu("default.flagos")], BETA)
     with pytest.raises(PluginError, match="expected OpImpl"):
         registry.register_many([silu("default.flagos"), "silu"], BETA)  # type: ignore[list-item]

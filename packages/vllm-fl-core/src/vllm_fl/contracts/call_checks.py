@@ -43,6 +43,7 @@ def supports_of(spec: OpSpec, rules: Iterable[Rule]) -> Callable[..., object]:
             argument is None, its sizes are None.
 
     Raises:
+        SyntaxError: a rule is not an expression.
         ValueError: a rule uses another name.
     """
     import torch
@@ -54,8 +55,9 @@ def supports_of(spec: OpSpec, rules: Iterable[Rule]) -> Callable[..., object]:
         lines = _checks(name, argument, spec, sizes)
         checks += _block(f"if {name} is not None:", lines) if argument.may_be_none else lines
     for number, rule in enumerate(rules):
+        where = f"{rule!r} in `takes` for {spec.name}"  # a SyntaxError contains it
         names = (
-            {node.id for node in ast.walk(ast.parse(rule)) if isinstance(node, ast.Name)}
+            {n.id for n in ast.walk(ast.parse(rule, where, "eval")) if isinstance(n, ast.Name)}
             if isinstance(rule, str)
             else {*inspect.signature(rule).parameters}
         )

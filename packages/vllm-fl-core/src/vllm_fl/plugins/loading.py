@@ -18,7 +18,7 @@ from .calling import ENDED, contained, describe_owner
 from .declared import IMPLS, OLD_FORM, check_settings, declare
 from .discovery import ban_of, remedy_for, select_allowed
 from .installed import CORE
-from .plugin import Owner, Plugin
+from .plugin import ONE_OF_TWO, Owner, Plugin
 from .reserved import FL_OPS, holder_of, reservation
 from .setting import SettingSpec
 from .types import Impl
@@ -171,8 +171,7 @@ def _add_contracts(registry: Any, plugin: Plugin, claims: Claims) -> None:
         if why:
             what = f"{op} implementation {impl_id!r}" if impl_id else f"the contract of op {op!r}"
             raise owner.error(
-                f": {what} rejected: {why}. Uninstall one of the two, or list the ones to load in "
-                "VLLM_FL_PLUGINS.",
+                f": {what} rejected: {why}. {ONE_OF_TWO if others else 'Rename it'}.",
                 kind=DuplicateError if others else PluginError,
                 op=op,
                 impl=impl_id or None,

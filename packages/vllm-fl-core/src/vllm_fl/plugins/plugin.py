@@ -14,6 +14,8 @@ from .installed import canonical
 from .setting import SettingSpec
 from .types import Impl
 
+ONE_OF_TWO = "Uninstall one of the two, or list the ones to load in VLLM_FL_PLUGINS"
+
 Status = Literal["found", "ok", "failed", "disabled"]
 
 Kind = Literal["backend", "contracts", "extension"]

@@ -19,7 +19,7 @@ from .answers import parameters_of
 from .discovery import discover
 from .installed import CORE
 from .loading import load
-from .plugin import Owner, Plugin
+from .plugin import ONE_OF_TWO, Owner, Plugin
 from .reserved import reservation
 from .signatures import fitted, from_older_form, shape
 from .snapshot import EMPTY, RegistrySnapshot
@@ -110,8 +110,8 @@ class OpRegistry:
                         impl,
                         kind=DuplicateError,
                         problem=f"{impl.op_name} already has an implementation "
-                        f"{impl.impl_id!r}, from {owners[key]}. Uninstall one of the two, or list "
-                        "the ones to load in VLLM_FL_PLUGINS",
+                        f"{impl.impl_id!r}, from {owners[key]}. "
+                        + ("Use a different id" if owners[key] == owner else ONE_OF_TWO),
                     )
                 spec = self._snapshot.contracts.get(impl.op_name)
                 if isinstance(impl, OpImpl) and spec is None and impl.takes is not None:

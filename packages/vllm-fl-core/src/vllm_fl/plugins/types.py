@@ -173,8 +173,8 @@ class OpImpl(_Impl):
             raise ValueError(f"{who}: takes and supports exclude each other")
         if self.needs_layer and (self.takes is not None or self.supports is not None):
             raise ValueError(f"{who}: with a layer, takes and supports would have no effect")
-        if isinstance(self.consumes, str):
-            raise TypeError(f"{who}: consumes must be a set of parameter names, got a string")
+        if isinstance(self.consumes, str) or isinstance(self.takes, str):
+            raise TypeError(f"{who}: consumes and takes must be collections, got a string")
         object.__setattr__(self, "consumes", frozenset(self.consumes))
 
     @cached_property  # read for every unsupported call

@@ -95,7 +95,7 @@ def check_names(
         elif not (use.space == "vendor" and use.is_users_order and impls is not None):
             near = names if use.space in OURS else known["op"]  # a plugin's list may contain ops
             if near is not None and name not in near and (meant := closest(name, near, 0.8)):
-                problem = f"no {use.space} {name!r} is installed; it has no effect.{meant}"
+                problem = f"no {use.space} {name!r} is installed, so it selects nothing.{meant}"
         if problem:
             warnings.append(f"{use.setting.origin}: {use.setting.key}: {problem}")
     if impls is not None:

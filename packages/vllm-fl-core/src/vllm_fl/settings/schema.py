@@ -269,11 +269,9 @@ class Settings(Mapping[str, Setting]):
 
     @property
     def chosen(self) -> dict[str, Setting]:
-        chosen = {}
+        starts, chosen = ("environment ", COMMAND_LINE, f"{self.config}:"), {}
         for key, setting in self.items():
-            in_file = self.config is not None and setting.origin.startswith(f"{self.config}:")
-            by_variable = setting.origin.startswith(("environment ", COMMAND_LINE))
-            if in_file or by_variable or f"(environment {OP_CONFIG})" in setting.origin:
+            if setting.origin.startswith(starts) or f"(environment {OP_CONFIG})" in setting.origin:
                 chosen[key] = setting
         return chosen
 

@@ -23,7 +23,7 @@ from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.platforms import foreign_platform
 from vllm_fl.dispatch.startup import Startup, detect_platform, is_foreign, read_settings
-from vllm_fl.errors import PluginError, SettingsError, VllmFLError
+from vllm_fl.errors import DuplicateError, PluginError, SettingsError, VllmFLError
 from vllm_fl.logs import quiet
 from vllm_fl.plugins import breadcrumb, calling
 from vllm_fl.plugins import loading as plugin_loader
@@ -426,8 +426,11 @@ def _lost_finding(crumb: Crumb) -> Finding:
 
 
 def _plugin_finding(name: str, error: PluginError) -> Finding:
-    todo = f"pip install --force-reinstall --no-deps {error.distribution}"
-    if not error.distribution:  # the plugin's name is its module
+    release = error.distribution or ""
+    todo = f"pip install --force-reinstall --no-deps {release.replace(' ', '==')}"
+    if isinstance(error, DuplicateError):
+        todo = f"pip uninstall {release.partition(' ')[0]}"
+    if not release:  # the plugin's name is its module
         modules = map(str.strip, os.environ.get(Settings.plugin_modules.variable, "").split(","))
         rest = [each for each in modules if each and each.partition(":")[0] != name]
         todo = exported(Settings.plugin_modules.variable, ",".join(rest))

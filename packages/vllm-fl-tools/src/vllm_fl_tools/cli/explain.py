@@ -27,6 +27,7 @@ from vllm_fl.settings.names import unmatched_orders
 from vllm_fl.settings.policy import DEFAULT_ORDER, Mode, OpOrder, Rows
 from vllm_fl.settings.schema import Settings
 from vllm_fl.settings.values import ORDER_PREFIX
+from vllm_fl.text import closest
 
 from ..operate.described import Described
 from ._engine import any_engines, asked_of, plan_entry, takes_engine
@@ -315,7 +316,8 @@ def _show_heading(op: str) -> None:
         say(documentation_of(spec).split("\n\n")[0])
         say(f"vllm-fl explain {op} --contract prints shapes, dtypes, errors and tolerances.")
     if why:
-        say(f"Only scripts can call it, because {why}.")
+        meant = "" if spec else closest(op, snapshot.contracts, 0.8)
+        say(f"Only scripts can call it, because {why}.{meant}")
 
 
 def _show_view(view: Mapping[str, Any]) -> None:

@@ -15,9 +15,9 @@ POLICY = Path(__file__).with_name("acme.yaml")
 
 @hookimpl
 def register_ops() -> list[OpImpl]:
-    """Collect the `IMPL` of each module in `impl`."""
-    names = [found.name for found in iter_modules(impl.__path__, f"{impl.__name__}.")]
-    return [module.IMPL for module in map(import_module, names) if hasattr(module, "IMPL")]
+    """Collect the `IMPL` of each module in `impl`, except names with a leading `_`."""
+    names = [found.name for found in iter_modules(impl.__path__) if found.name[0] != "_"]
+    return [import_module(f"{impl.__name__}.{name}").IMPL for name in names]
 
 
 @hookimpl
