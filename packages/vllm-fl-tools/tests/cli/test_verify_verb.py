@@ -144,15 +144,15 @@ def test_bits_that_depend_on_the_batch_are_reported_and_are_not_a_fault(
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "reason"),
     [(SELDOM, "the launch failed"), (REFUSING, "`supports` returned no reason")],
 )
 def test_status_1_without_an_incorrect_sample(
-    fl: Command, plugin: Plugin, body: str, said: str
+    fl: Command, plugin: Plugin, body: str, reason: str
 ) -> None:
     plugin(body)
     done = fl("verify", *QUICK)
-    assert (done.status, said in done.out) == (1, True)
+    assert (done.status, reason in done.out) == (1, True)
 
 
 def test_what_a_support_matrix_needs(fl: Command, plugin: Plugin) -> None:
