@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from vllm_fl.contracts import Sample
+from vllm_fl.dispatch.chain import refusal
 from vllm_fl.errors import AllFailedError, CallError, PluginError
 from vllm_fl.plugins.signatures import nothing
 from vllm_fl.plugins.types import OpImpl
@@ -77,8 +78,8 @@ def families(subject: Subject, dtype: str, sample: str) -> None:
         try:
             judge(compare(subject.impl, subject.spec, call, _torch(dtype)), call)
             taken = True
-        except Refused as refusal:
-            refused = refusal
+        except Refused as why:
+            refused = why
     if refused is not None and not taken:
         raise refused
 
@@ -262,9 +263,9 @@ def _refused_by(subject: Subject, dtype: str) -> dict[str, str]:
     return reasons
 
 
-def _reason(refusal: Comparison) -> str:
-    expect(refusal.reason not in ("", "False", "None"), "unsupported call without a reason")
-    return refusal.reason
+def _reason(result: Comparison) -> str:
+    expect(result.reason not in ("", refusal("")), "unsupported call without a reason")
+    return result.reason
 
 
 def judge(result: Comparison, sample: Sample | None = None, *, skips: bool = True) -> None:
