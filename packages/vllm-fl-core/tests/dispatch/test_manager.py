@@ -320,11 +320,10 @@ def test_of_what_is_overwritten_caches_alone_are_not_copied(op: str, place: int)
 
 def test_warm_calls_take_no_lock() -> None:
     manager, layer = managing(silu("reference.torch")), object()
-    for n in range(2):
+    for lock in (manager._lock, None):
+        manager._lock = lock  # type: ignore[assignment]
         manager.call(OP, X)
         manager.call_as_method(OP, layer, X)
-        if n == 0:
-            manager._lock = None  # type: ignore[assignment]
 
 
 def test_policies_of_contexts_are_freed() -> None:

@@ -85,10 +85,10 @@ def test_parameters_must_be_the_contracts(fn: Any, words: str) -> None:
         assert (caught.value.op, caught.value.impl) == ("silu_and_mul", "vendor.acme")
 
 
-@pytest.mark.parametrize("field", [{"supports": lambda x: True}, {"takes": ()}])
-def test_fields_without_effect_for_a_layer_are_refused(field: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="would have no effect"):
-        silu("vendor.acme", fn=lambda self, x: x, **field)
+def test_fields_without_effect_for_a_layer_are_refused() -> None:
+    for field in ({"supports": lambda x: True}, {"takes": ()}):
+        with pytest.raises(ValueError, match="would have no effect"):
+            silu("vendor.acme", fn=lambda self, x: x, **field)
 
 
 def test_remove_and_clear() -> None:

@@ -3,11 +3,12 @@ from the corpus, and from what was seen of it."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 
@@ -46,7 +47,7 @@ MARK = "<!-- {}: written by `python -m wrong_kernels --write` -->"
 
 NOT_RUN = "·"
 
-MODELS = tuple(dataclasses.replace(sizes, tokens=(3,)) for sizes in (MIXED, LATENT))
+MODELS = tuple(replace(sizes, tokens=(3,)) for sizes in (MIXED, LATENT))
 """Those whose calls contracts are asked for."""
 
 
@@ -203,9 +204,10 @@ def _untried() -> str:
     for op, spec in sorted(known_contracts().contracts.items()):
         device, dtype = torch.device("meta"), _dtype(spec)
         counts = FIXED_COUNTS if spec.fixed_batch else (1,)
-        public = [dataclasses.replace(f.sizes, tokens=counts, max_position=64) for f in FAMILIES]
-        models = (*MODELS, *public)
-        calls = [call for sizes in models for call in spec.served(sizes, dtype, device)]
+        models = {f.name: replace(f.sizes, tokens=counts, max_position=64) for f in FAMILIES}
+        public = {name: [*spec.served(sizes, dtype, device)] for name, sizes in models.items()}
+        calls = [call for sizes in MODELS for call in spec.served(sizes, dtype, device)]
+        calls += chain.from_iterable(public.values())
         if not calls:
             lines.append(f"- `{op}`: no call; only its contract's samples are tried.")
             continue
@@ -213,10 +215,9 @@ def _untried() -> str:
         never = [name for name in spec.parameters if all(args[name] is None for args in given)]
         if never:
             lines.append(f"- `{op}`: no call has {_listed(never)}.")
-        for family, sizes in zip(FAMILIES, public, strict=True):
-            reasons = (call.smaller for call in spec.served(sizes, dtype, device))
-            if some := [*dict.fromkeys(filter(None, reasons))]:
-                lines.append(f"- `{op}`: {'; '.join(some)} (of {family.name.partition('/')[2]}).")
+        for name, made in public.items():
+            if some := [*dict.fromkeys(call.smaller for call in made if call.smaller)]:
+                lines.append(f"- `{op}`: {'; '.join(some)} (of {name.partition('/')[2]}).")
                 break
     return "\n".join(lines) or "None."
 

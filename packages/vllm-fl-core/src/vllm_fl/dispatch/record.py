@@ -67,9 +67,10 @@ class Record:
     @property
     def calls(self) -> Counter[Key]:
         """Calls by the implementation that computed them. It is empty unless calls are counted."""
-        counted = {op for op, _ in list(self._asked)}
+        asked = Counter(self._asked)  # a copy, because other threads count
+        counted = {op for op, _ in asked}
         moved = {key: count for key, count in list(self._moved.items()) if key[0] in counted}
-        return Counter(self._asked) + Counter(moved)  # copies, because other threads count
+        return asked + Counter(moved)
 
     def passed_over(self) -> dict[Key, str]:
         """Return (op, impl id) -> a reason, for implementations that refused calls and passed on

@@ -49,8 +49,7 @@ def fitted(impl: OpImpl, spec: OpSpec) -> OpImpl:
     its `takes` compiled. Other differences are kept, and cause an error later.
 
     If `consumes` is empty and `fn` has a parameter `inplace`, it gets `inplace=False`. An
-    implementation that needs the layer cannot declare what it overwrites, so it consumes everything
-    that the contract allows.
+    implementation that needs the layer then consumes everything that the contract allows.
     """
     fn, supports, available = impl.fn, impl.supports, impl.available
     if impl.takes is not None:

@@ -184,7 +184,7 @@ def refusals(subject: Subject, dtype: str, sample: str) -> None:
     Traceable implementations may accept them, since PyTorch runs anywhere.
     """
     impl = subject.impl
-    if not states_support(impl) or impl.needs_layer:  # `supports` is missing or unused
+    if not states_support(impl):
         return
     device = "meta" if subject.device.type == "cpu" else "cpu"
     for each in subject.samples(dtype):
