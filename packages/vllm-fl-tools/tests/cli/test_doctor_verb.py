@@ -24,6 +24,7 @@ from vllm_fl import Finding
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan
+from vllm_fl.errors import DuplicateError, PluginError
 from vllm_fl_tools.cli import _checks, _child, _engine, _environment, _progress, doctor
 from vllm_fl_tools.cli._environment import torch_build
 from vllm_fl_tools.cli.doctor import run_check
@@ -139,6 +140,13 @@ def test_its_text_has_findings_with_codes_and_plugins(fl: Command, plugin: Plugi
 def test_vllm_plugins(monkeypatch: pytest.MonkeyPatch, value: str, todo: str | None) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", value)
     assert [each[2] for each in _checks.vllm_plugins()] == ([todo] if todo else [])
+
+
+def test_pip_accepts_the_command_for_a_plugin() -> None:
+    reinstall = "pip install --force-reinstall --no-deps vllm-fl-acme==0.1.0"
+    for kind, todo in (PluginError, reinstall), (DuplicateError, "pip uninstall -y vllm-fl-acme"):
+        error = kind("it failed", plugin="acme", distribution="vllm-fl-acme 0.1.0")
+        assert doctor._plugin_finding("acme", error).todo == todo
 
 
 class TestPlugins:

@@ -429,7 +429,7 @@ def _plugin_finding(name: str, error: PluginError) -> Finding:
     release = error.distribution or ""
     todo = f"pip install --force-reinstall --no-deps {release.replace(' ', '==')}"
     if isinstance(error, DuplicateError):
-        todo = f"pip uninstall {release.partition(' ')[0]}"
+        todo = f"pip uninstall -y {release.partition(' ')[0]}"
     if not release:  # the plugin's name is its module
         modules = map(str.strip, os.environ.get(Settings.plugin_modules.variable, "").split(","))
         rest = [each for each in modules if each and each.partition(":")[0] != name]
