@@ -38,15 +38,11 @@ def verified(valve: Valve) -> tuple[Findings, list[str]]:
 
 
 def test_objects_that_vllm_has_frozen_remain_frozen() -> None:
-    gc.freeze()
-    try:
-        for is_frozen in (True, False):
-            with without_old_objects():
-                assert gc.get_freeze_count()
-            assert bool(gc.get_freeze_count()) is is_frozen
-            gc.unfreeze()
-    finally:
-        gc.unfreeze()
+    for prepare, is_frozen in (gc.freeze, True), (gc.unfreeze, False):
+        prepare()
+        with without_old_objects():
+            assert gc.get_freeze_count()
+        assert bool(gc.get_freeze_count()) is is_frozen
 
 
 def test_a_seed_decides_what_is_tried_until_the_valve_closes(

@@ -47,12 +47,10 @@ def register_ops():
     return [act("acme"), act("bybatch", by_batch)]
 """
 SELDOM = """
-from itertools import count
-
-CALLS = count()
+CALLS = iter(range(999))
 
 def seldom(x):
-    if next(CALLS) == 50:
+    if next(CALLS, 0) == 50:
         raise OSError("the launch failed")
     return silu_and_mul(x)
 
@@ -147,9 +145,7 @@ def test_bits_that_depend_on_the_batch_are_reported_and_are_not_a_fault(
     ("body", "reason"),
     [(SELDOM, "the launch failed"), (REFUSING, "`supports` returned no reason")],
 )
-def test_status_1_without_an_incorrect_sample(
-    fl: Command, plugin: Plugin, body: str, reason: str
-) -> None:
+def test_status_1_of_sound_samples(fl: Command, plugin: Plugin, body: str, reason: str) -> None:
     plugin(body)
     done = fl("verify", *QUICK)
     assert (done.status, reason in done.out) == (1, True)
